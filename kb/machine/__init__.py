@@ -1,1 +1,1 @@
-"""Reads the state of this machine, one subject per module; `kb.machine.snapshot` puts it together."""
+"""Reads the state of this machine, one subject per module; `kb.machine.snapshot` combines them."""

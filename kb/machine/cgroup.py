@@ -1,4 +1,4 @@
-"""What the cgroup of this process lets it use, in version 1 and 2 of the interface."""
+"""The resources that the cgroup of this process lets it use, in version 1 and 2 of the interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DROPPABLE = {1: "total_inactive_file", 2: "inactive_file"}  # lines of memory.st
 
 
 def _version() -> int:
-    """From the mount table: a tmpfs or a plain directory of this name accepts limits and enforces none."""
+    """The version, from the mount table: a tmpfs or directory of this name would accept limits but not enforce them."""
     kinds = dict(line.split(" ")[1:3] for line in read_text(MOUNTS).splitlines())
     if kinds.get(str(ROOT)) == "cgroup2":
         return 2
@@ -30,7 +30,7 @@ def _version() -> int:
 
 
 def _groups(controller: str) -> list[Path]:
-    """This process's cgroup and those above it, as far as the container shows them: the limits of all apply."""
+    """This process's cgroup and its ancestors, as far as the container shows them, since the limits of all apply."""
     base, name = (ROOT, "") if _version() == 2 else (ROOT / controller, controller)
     group = base / _path(name).lstrip("/")
     if ".." in group.parts or not group.is_dir():
@@ -39,7 +39,7 @@ def _groups(controller: str) -> list[Path]:
 
 
 def _path(controller: str) -> str:
-    """Of this process's cgroup, below the controller's mount; the controller of version 2 is called ""."""
+    """The path of this process's cgroup below the controller's mount; in version 2 the controller is ""."""
     for line in read_text(MEMBERSHIP).splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):
@@ -48,13 +48,13 @@ def _path(controller: str) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a cgroup file; None when the file is absent, as in the root group, or sets no limit."""
+    """The number in a cgroup file; None if the file is absent, as in the root group, or sets no limit."""
     content = read_text(path) if path.exists() else "max"
     return int(content) if content.isdigit() and int(content) < NO_LIMIT else None
 
 
 def _tightest_group() -> tuple[Path, int | None]:
-    """The group with the smallest memory limit, in bytes; this process's own when there is no limit."""
+    """The group with the smallest memory limit, and the limit in bytes; without one, this process's own group."""
     groups, name = _groups("memory"), MEMORY_LIMIT[_version()]
     limits = [(limit, group) for group in groups if (limit := _number(group / name)) is not None]
     limit, group = min(limits, default=(None, groups[0]))
@@ -67,7 +67,7 @@ def _memory_limit_mib() -> int | str:
 
 
 def _memory_used_mib() -> int:
-    """Without the file pages that the kernel drops before it kills anybody."""
+    """Memory in use, without the file pages that the kernel drops before it kills a process."""
     group, _ = _tightest_group()
     used = _number(group / MEMORY_USED[_version()])
     if used is None:
@@ -77,7 +77,7 @@ def _memory_used_mib() -> int:
 
 
 def _cpu_quota() -> float | str:
-    """How many CPUs' worth of time the tightest group gets."""
+    """The CPU time of the tightest group, in CPUs."""
     quotas = [quota for group in _groups("cpu") if (quota := _quota(group)) is not None]
     return min(quotas, default=UNLIMITED, key=float)
 

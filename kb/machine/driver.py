@@ -1,4 +1,4 @@
-"""The NVIDIA driver: what nvidia-smi reports, and what the kernel shows when it does not answer."""
+"""The NVIDIA driver: what nvidia-smi reports, and what the kernel shows if it does not answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TERMINAL = re.compile(r"\x1b\[[\d;]*m")  # nvidia-smi underlines the heading of 
 
 
 def sources(silence: str) -> Mapping[str, Callable[[], Any]]:
-    """`silence` is why nvidia-smi did not answer before, or "": asking again would only time out again."""
+    """The sources. `silence` is why nvidia-smi did not answer before, or ""; asking again would only time out again."""
     return {
         "kernel_module": _kernel_module,
         "gpus_on_bus": _gpus_on_bus,
@@ -36,7 +36,7 @@ def _query_driver(silence: str, *arguments: str) -> CommandResult:
 
 
 def _cuda_version(silence: str) -> str:
-    """The newest CUDA that the driver can run. Drivers before 525 know no `--version`; all print a heading."""
+    """The newest CUDA that the driver can run. Drivers before 525 have no `--version`, but all print a heading."""
     version = _query_driver(silence, "--version")
     match = CUDA_VERSION.search(version.stdout) or CUDA_VERSION.search(smi_output(_query_driver(version.failure)))
     if not match:
@@ -45,7 +45,7 @@ def _cuda_version(silence: str) -> str:
 
 
 def _kernel_module() -> str:
-    """Version of the loaded kernel module: readable even when nvidia-smi hangs or does not fit it."""
+    """The version of the loaded kernel module, readable even if nvidia-smi hangs or does not match it."""
     if not KERNEL_MODULE.exists():
         raise Unknown("the NVIDIA kernel module is not loaded")
     match = re.search(r"Module.*?\s(\d+\.\d[\d.]*)\s", read_text(KERNEL_MODULE))
@@ -55,6 +55,6 @@ def _kernel_module() -> str:
 
 
 def _gpus_on_bus() -> int:
-    """NVIDIA display controllers that PCI shows: more than nvidia-smi lists means that the driver lost one."""
+    """The number of NVIDIA display controllers on PCI; if nvidia-smi lists fewer, the driver lost one."""
     devices = [device for device in PCI_DEVICES.iterdir() if read_text(device / "vendor") == NVIDIA]
     return sum(read_text(device / "class").startswith(DISPLAY) for device in devices)

@@ -1,4 +1,4 @@
-"""GPUs as nvidia-smi lists them, and whether an arm released its GPU memory."""
+"""The GPUs that nvidia-smi lists, and whether an arm released its GPU memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from functools import partial
 from kb.harness.subprocesses import CommandResult, run
 from kb.runtime.survey_fields import Reader, Unknown
 
-SMI_S = 10.0  # without persistence mode the driver first wakes every GPU, about a second each
+SMI_S = 10.0  # without persistence mode, the driver first wakes every GPU, about a second each
 TOLERANCE_MIB = 100
 PATIENCE_S = 10.0  # the driver frees a context when its last descriptor closes
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU as nvidia-smi lists it. `utilization_percent` is None in MIG mode, sizes on unified memory."""
+    """One GPU as nvidia-smi lists it. `utilization_percent` is None in MIG mode, sizes are None on unified memory."""
 
     index: int | None = None
     uuid: str | None = None
@@ -34,7 +34,7 @@ class Gpu:
     ecc_uncorrected: int | None = None
 
 
-# Each field's name in nvidia-smi, and its type.
+# The name of each field in nvidia-smi, and its type.
 FIELDS: Mapping[str, tuple[str, type[int | str]]] = {
     "index": ("index", int),
     "uuid": ("uuid", str),
@@ -52,7 +52,7 @@ FIELDS: Mapping[str, tuple[str, type[int | str]]] = {
 
 
 def list_gpus(reader: Reader) -> tuple[tuple[Gpu, ...] | None, str]:
-    """Every GPU, and why nvidia-smi does not answer at all; "" when it does."""
+    """All GPUs, and the reason if nvidia-smi does not answer at all, else ""."""
     ran, columns = _listing()
     return reader.value("gpus", lambda: _gpus(reader, ran, columns)), ran.failure
 
@@ -62,7 +62,7 @@ def nvidia_smi(*arguments: str) -> CommandResult:
 
 
 def smi_output(ran: CommandResult) -> str:
-    """What nvidia-smi printed. Raises `Unknown` with its error message, which may also be on standard output."""
+    """What nvidia-smi printed. Raises `Unknown` with its error message, which may be on standard output."""
     if ran.failure or ran.exit_code:
         raise Unknown(ran.failure or _complaint(ran, ran.stdout))
     return ran.stdout
@@ -78,7 +78,7 @@ def _query(columns: Sequence[str]) -> CommandResult:
 
 
 def _rows(ran: CommandResult, columns: Sequence[str]) -> tuple[list[dict[str, str]], str]:
-    """The lines about a GPU, and other lines: one GPU may be lost while nvidia-smi lists the others."""
+    """The lines about GPUs, and other lines, since nvidia-smi may report a lost GPU and list the others."""
     rows, messages = [], []
     for line in ran.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -90,7 +90,7 @@ def _rows(ran: CommandResult, columns: Sequence[str]) -> tuple[list[dict[str, st
 
 
 def _listing() -> tuple[CommandResult, list[str]]:
-    """The answer, and its columns: an old driver refuses a field that it does not know."""
+    """The answer and its columns, without the fields that an old driver refuses."""
     columns = [column for column, _ in FIELDS.values()]
     while True:
         ran = _query(columns)
@@ -127,7 +127,7 @@ def _cell(cell: str | None, kind: type[int | str]) -> int | str:
 
 
 def used_memory(uuids: tuple[str, ...]) -> dict[str, int]:
-    """MiB in use on each of these GPUs; empty when the driver does not answer."""
+    """MiB in use on each of these GPUs; empty if the driver does not answer."""
     columns = ("uuid", "memory.used")
     rows, _ = _rows(_query(columns), columns)
     used = {row["uuid"]: row["memory.used"] for row in rows if row["uuid"] in uuids}
@@ -135,7 +135,7 @@ def used_memory(uuids: tuple[str, ...]) -> dict[str, int]:
 
 
 def not_released(before: dict[str, int]) -> list[str]:
-    """Memory still in use above the baseline after `PATIENCE_S`, one sentence per GPU."""
+    """A sentence per GPU whose memory use is still above the baseline after `PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
     while True:
         now = used_memory(tuple(before))

@@ -1,4 +1,4 @@
-"""The host and the resource limits, as this process sees them."""
+"""The host and the resource limits as this process sees them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _id() -> str:
 
 
 def _container() -> str:
-    """The kind of container, the most specific first: a Kubernetes pod is also a docker or containerd container."""
+    """The most specific kind of container: a Kubernetes pod is also a docker or containerd container."""
     groups = read_text(Path("/proc/1/cgroup")) if Path("/proc/1/cgroup").exists() else ""
     signs = {
         "kubernetes": "KUBERNETES_SERVICE_HOST" in os.environ or "kubepods" in groups,
@@ -45,7 +45,7 @@ def _shm_mib(blocks: str) -> int:
 
 
 def _limit(name: str) -> dict[str, int | str]:
-    """Soft and hard limit as `getrlimit` counts them: bytes, files, processes."""
+    """The soft and hard limit, in the units of `getrlimit`: bytes, files or processes."""
     number = getattr(resource, f"RLIMIT_{name.upper()}")
     pair = dict(zip(("soft", "hard"), resource.getrlimit(number), strict=True))
     return {kind: UNLIMITED if value == resource.RLIM_INFINITY else value for kind, value in pair.items()}

@@ -1,4 +1,4 @@
-"""Versions installed in a training environment: `kb.content.applicability` judges by them."""
+"""The versions installed in a training environment, which `kb.content.applicability` uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NCCL = re.compile(r"nvidia-nccl(-cu\d+)?")
 
 
 def versions(python: Path) -> dict[str, str | None]:
-    """Package to version, with `python`, and the `cuda` and `nccl` that torch was built with.
+    """The version of each package, of `python`, and of the `cuda` and `nccl` that torch was built with.
 
-    None for a package whose version cannot be read. Runs the interpreter in a child process with a deadline, without
-    importing torch. Raises `InterpreterError` when it does not answer.
+    It is None if it cannot be read. Runs the interpreter in a child process with a deadline, without importing torch.
+    Raises `InterpreterError` if it does not answer.
     """
     reader = Reader()
     with interpreter.survey(python, import_torch=False) as survey:

@@ -17,7 +17,7 @@ from kb.runtime.survey_fields import Reader, read_text
 NICS = Path("/sys/class/net")
 INFINIBAND = Path("/sys/class/infiniband")
 SIOCGIFCONF = 0x8912  # fills a buffer with one `struct ifreq` for each IPv4 address
-IFREQ, IFNAMSIZ = 40, 16  # bytes of it, and of the name that it begins with
+IFREQ, IFNAMSIZ = 40, 16  # bytes of a `struct ifreq`, and of the name at its beginning
 
 
 def sources(reader: Reader) -> Mapping[str, Callable[[], Any]]:
@@ -25,7 +25,7 @@ def sources(reader: Reader) -> Mapping[str, Callable[[], Any]]:
 
 
 def _nics() -> dict[str, dict[str, Any]]:
-    """State, MTU and number of addresses of each interface."""
+    """The state, MTU and number of addresses of each interface."""
     ipv4, ipv6 = _ipv4_addresses(), _ipv6_addresses()
     return {
         nic.name: {
@@ -40,7 +40,7 @@ def _nics() -> dict[str, dict[str, Any]]:
 
 
 def _ipv4_addresses() -> Counter[str]:
-    """How many each interface has."""
+    """The number of IPv4 addresses of each interface."""
     answer = array("B", bytes(IFREQ * 1024))
     request = struct.pack("iL", len(answer), answer.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -50,12 +50,12 @@ def _ipv4_addresses() -> Counter[str]:
 
 
 def _ipv6_addresses() -> Counter[str]:
-    path = Path("/proc/net/if_inet6")  # absent where IPv6 is switched off
+    path = Path("/proc/net/if_inet6")  # absent if IPv6 is switched off
     return Counter(line.split()[-1] for line in read_text(path).splitlines()) if path.exists() else Counter()
 
 
 def _infiniband(reader: Reader) -> dict[str, dict[str, Any]]:
-    """Every port of every RDMA device, including RoCE (`link_layer` Ethernet); empty when no RDMA driver is loaded."""
+    """Every port of every RDMA device, including RoCE (`link_layer` Ethernet); empty if no RDMA driver is loaded."""
     ports = {}
     for port in sorted(INFINIBAND.glob("*/ports/*")):
         name = f"{port.parts[-3]}/{port.name}"

@@ -1,4 +1,4 @@
-"""Settings of NCCL, torch and OpenMP in variables and files, with likely secrets removed."""
+"""The settings of NCCL, torch and OpenMP in variables and files, with likely secrets removed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def variables() -> dict[str, str]:
 
 
 def nccl_files() -> Mapping[str, Callable[[], str]]:
-    """Sources of the files that NCCL reads: the system's, and the one in `NCCL_CONF_FILE`, else the user's own."""
+    """Sources of the files that NCCL reads: the system's, and the one in `NCCL_CONF_FILE`, else the user's."""
     given = os.environ.get("NCCL_CONF_FILE")
     return {
         "/etc/nccl.conf": lambda: _configuration(Path("/etc/nccl.conf")),
@@ -30,7 +30,7 @@ def nccl_files() -> Mapping[str, Callable[[], str]]:
 
 
 def _home() -> Path:
-    """From the user database, as in NCCL, not from `HOME`."""
+    """The home directory from the user database, which NCCL uses, not from `HOME`."""
     return Path(pwd.getpwuid(os.getuid()).pw_dir)
 
 

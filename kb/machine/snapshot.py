@@ -1,8 +1,8 @@
 """A snapshot of the machine and of the reader's training interpreter, for `kb env` and for every report.
 
-It is taken on machines where something is broken, so nothing is assumed to work: a value that cannot be
-read is None, and `reasons` says why, under the value's dotted path. A reason beside a value says what the value
-lacks. Torch, the driver and the packages are queried only in child processes with a deadline.
+It is taken on machines where something is broken, so nothing is assumed to work: a value that cannot be read is None,
+and `reasons` says why, under the value's dotted path. If there is both a reason and a value, the value is incomplete.
+Torch, the driver and the packages are queried only in child processes with a deadline.
 The snapshot identifies no person and no host: the host name is hashed, addresses are counted, secrets removed.
 """
 
@@ -20,7 +20,7 @@ from kb.runtime.survey_fields import Reader
 
 @dataclass(frozen=True, slots=True)
 class MachineSnapshot:
-    """The snapshot. `interpreter` is the surveyed one; `python` is None when it did not answer."""
+    """The snapshot. `interpreter` is the surveyed interpreter; `python` is None if it did not answer."""
 
     interpreter: Path
     host: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class MachineSnapshot:
 
     @property
     def usable_memory_mib(self) -> int | None:
-        """What a new process can allocate: the machine's free memory, or the cgroup's where that is less."""
+        """What a new process can allocate: the free memory of the machine, or of the cgroup if that is less."""
         free = self.host.get("memory_available_mib")
         limit, used = self.cgroup.get("memory_limit_mib"), self.cgroup.get("memory_used_mib")
         if isinstance(free, int) and isinstance(limit, int) and isinstance(used, int):
@@ -49,7 +49,7 @@ class MachineSnapshot:
 
 
 def capture(python: Path, *, import_torch: bool = False) -> MachineSnapshot:
-    """Take the snapshot. Never raises for a broken machine, never waits beyond the deadlines of its child processes."""
+    """Take the snapshot. Never raises on a broken machine or waits longer than its child processes' deadlines."""
     reader = Reader()
     with interpreter.survey(python, import_torch) as survey:
         gpu_list, silence = gpus.list_gpus(reader)
