@@ -1,4 +1,4 @@
-"""Values that redaction keeps, when two values are the same one, and the words that identify a value alone."""
+"""Which values redaction keeps, which values are equal, and which words alone identify a value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 
-# Sites that logs refer to. They are public; the reader's own host would not be.
+# Sites that logs refer to. They are public, unlike the reader's host.
 PUBLIC_SITES = """
     aka.ms anaconda.com anaconda.org apache.org arxiv.org conda.io deepspeed.ai docker.com docker.io freedesktop.org
     github.com github.io githubusercontent.com gitlab.com gnu.org google.com googleapis.com hf.co huggingface.co
@@ -17,7 +17,7 @@ PUBLIC_SITES = """
 EMPTY_VALUES = {"none", "null", "true", "false", "nil", "undefined", "***"}
 LOCAL_HOSTS = EMPTY_VALUES | {"localhost", "localhost.localdomain", "auto", "unknown", "static", "env", "file"}
 SYSTEM_USERS = EMPTY_VALUES | {"", "root", "nobody", "id", "name"}
-# Words of every log. As a name they are hidden where a path or field says what they are, but not as a word alone.
+# Words of every log. They are hidden if a path or field shows that they are names, but not as single words.
 COMMON_WORDS = set(
     """
     admin anaconda app base build cache checkpoint conda cuda data default dev docker exp gpu head host job jovyan
@@ -31,7 +31,7 @@ RANK = re.compile(r"(?:rank|default|trainer|worker|local_rank)\d*", re.IGNORECAS
 
 
 def canonical(kind: str, value: str) -> str:
-    """The form in which equal values are equal; "" for an invalid address and for one that identifies no machine."""
+    """The canonical form of a value; "" for an address that is invalid or identifies no machine."""
     if kind == "ip":
         return _canonical_address(value)
     return value.lower() if kind in ("host", "mac", "email") else value
@@ -64,13 +64,13 @@ def is_allowed(kind: str, value: str) -> bool:
 
 
 def _is_public_site(host: str) -> bool:
-    """A name with a digit is a machine at that site, which is not public."""
+    """Whether a host is a public site. A name with a digit is a machine at that site, which is not public."""
     is_site = any(host == site or host.endswith("." + site) for site in PUBLIC_SITES)
     return is_site and not re.search(r"\d", host)
 
 
 def identifying_words(kind: str, key: str) -> Iterator[str]:
-    """The words that identify a value wherever they are: an uncommon name, the short form of a host, a long secret."""
+    """The words that identify a value anywhere: an uncommon name, the short form of a host, a long secret."""
     name = key.lower()
     if kind == "user" and len(name) > 2 and name not in COMMON_WORDS:
         yield name

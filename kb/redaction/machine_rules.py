@@ -1,6 +1,6 @@
-"""Rules for machines: addresses, host names, names of buckets.
+"""Rules for machines: addresses, host names and bucket names.
 
-Their order matters: an address comes before the host name that it could be.
+Their order matters: rules for addresses come first, since an address could also be a host name.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from kb.redaction.rule import HOST, make_rule
 
 _NAME = r"[A-Za-z0-9][\w-]{0,62}"
-_MACHINE = r"(?:gpu|node|nid|cn|compute|dgx|hgx|host|srv|server|[ahbv]\d00)"  # what machines of clusters are called
+_MACHINE = r"(?:gpu|node|nid|cn|compute|dgx|hgx|host|srv|server|[ahbv]\d00)"  # usual names of machines in clusters
 _NAME_START = r"(?<![\w.@<-])"  # where a name begins
 
 MACHINES = (

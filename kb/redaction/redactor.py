@@ -1,8 +1,8 @@
-"""Replaces secrets, people and machines in a text by placeholders: equal values by equal placeholders.
+"""Replaces secrets, people and machines in a text by placeholders, equal values by equal placeholders.
 
-What a signature needs stays: messages, ports, ranks, paths below a home, loopback and wildcard addresses, versions. A
-line is redacted until nothing changes, so that redacting twice is redacting once. A name that a path or field revealed
-is also replaced as a word alone: in a stream from there on, in a text everywhere.
+What signatures need stays: messages, ports, ranks, paths below a home, loopback and wildcard addresses, versions. A
+line is redacted until nothing changes, so redaction is idempotent. A name that a path or field revealed is also
+replaced as a single word: in a stream from there on, in a text everywhere.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ WORD = re.compile(r"(?<![\w.-])[A-Za-z0-9_][\w.-]*")
 KEY_LINE = re.compile(
     r"^[A-Za-z0-9+/=]+(?=\s*$)|(?<![A-Za-z0-9+/=])[A-Za-z0-9+/=]{16,}(?=(?:\\[nr])?\s*$)|(?<=\\n)[A-Za-z0-9+/=\\]{16,}"
 )
-MAX_KEY_LINES = 200  # of a private key; one of 16,384 bits has 200
-FEW_WORDS = 50  # up to which a search for each of them is faster than a look-up of each word of a line
+MAX_KEY_LINES = 200  # lines of a private key; one with 16,384 bits has 200
+FEW_WORDS = 50  # up to so many, searching for each is faster than looking up each word of a line
 TRAILING = ",;:)]}."
-MAX_PASSES = 4  # a replacement may let another rule match; no fifth pass was ever needed
+MAX_PASSES = 4  # a replacement may let another rule match; a fifth pass was never needed
 CHUNK = 1 << 20  # bytes of one line that are redacted together
-MARGIN = 4096  # bytes at the end of such a chunk in which a gap between words is searched
+MARGIN = 4096  # bytes at the end of such a chunk that are searched for a gap between words
 CREDENTIAL_AHEAD = re.compile(
     rb"(?i)(?:key|token|passw|phrase|secret|bearer|authorization|credential|cookie|user|host|--)[^\n]{0,40}\Z"
 )
 
 
 class Redactor:
-    """Remembers what it has replaced: use one for each text or stream in which equal values get equal placeholders."""
+    """Remembers what it has replaced. Use one redactor for everything in which equal values get equal placeholders."""
 
     def __init__(self, users: Iterable[str] = (), hosts: Iterable[str] = ()) -> None:
         """`users` and `hosts` are replaced wherever they occur as words."""
         self._placeholders: dict[str, str] = {}  # by canonical value
-        self._words: dict[str, tuple[str, str]] = {}  # to the kind and canonical value that each identifies
+        self._words: dict[str, tuple[str, str]] = {}  # the kind and canonical value that each word identifies
         self._counts: Counter[str] = Counter()  # placeholders by kind
-        self._key_lines = 0  # at most that many lines of the current private key follow
+        self._key_lines = 0  # most lines of the current private key that may follow
         for kind, names in (("user", users), ("host", hosts)):
             for name in names:
                 if not is_allowed(kind, name):
                     self._remember(kind, canonical(kind, name))
 
     def text(self, text: str) -> str:
-        """Redacts a whole text: what its end reveals is replaced at its beginning too."""
+        """Redact a whole text: names that its end reveals are replaced at its beginning too."""
         for _ in range(MAX_PASSES):
             before, text = text, "".join(map(self.line, text.splitlines(keepends=True)))
             if text == before:
@@ -57,14 +57,14 @@ class Redactor:
         return text
 
     def lines(self, stream: BinaryIO) -> Iterator[bytes]:
-        """Redacts a stream of any bytes line by line; holds one line in memory, and `CHUNK` bytes of a longer one."""
+        """Redact a stream of any bytes line by line. It holds one line in memory, or `CHUNK` bytes of a longer one."""
         for chunk in read_chunks(stream):
             text = chunk.decode("utf-8", "surrogateescape")
             parts = text.splitlines(keepends=True) if "\r" in text else (text,)
             yield "".join(map(self.line, parts)).encode("utf-8", "surrogateescape")
 
     def line(self, line: str) -> str:
-        """Redacts one line. A changed line loses its colours, which may separate a key from its value."""
+        """Redact one line. A changed line loses its colours, which may separate a key from its value."""
         uncoloured = COLOUR.sub("", line) if "\x1b" in line else line
         redacted = self._private_key(uncoloured)
         for _ in range(MAX_PASSES):
@@ -93,7 +93,7 @@ class Redactor:
         return text
 
     def _redact(self, kind: str, value: str) -> str:
-        """The placeholder of a value; the value itself when it is allowed or already a placeholder."""
+        """The placeholder of a value; the value itself if it is allowed or already a placeholder."""
         key = canonical(kind, value)
         if not key or PLACEHOLDER.fullmatch(value) or is_allowed(kind, value):
             return value
@@ -110,7 +110,7 @@ class Redactor:
             self._words.setdefault(word, (kind, key))
 
     def _replace_word(self, match: re.Match[str]) -> str:
-        """A word that was revealed elsewhere, also before a dot: `gpu-03.log`."""
+        """Replace a word that was revealed elsewhere, even before a dot: `gpu-03.log`."""
         word = match.group()
         name = word.rstrip(".-")
         if identified := self._words.get(name.lower()):
@@ -120,7 +120,7 @@ class Redactor:
         return self._redact(kind, key) + dot + rest if kind == "host" else word
 
     def _private_key(self, line: str) -> str:
-        """Replaces the body of a PEM block (RFC 7468), which may have several lines; each line stays a line."""
+        """Replace the body of a PEM block (RFC 7468), which may have several lines; each line stays a line."""
         if self._key_lines:
             body = KEY_LINE.sub(lambda match: self._redact("key", match.group()), line)
             is_inside = body != line or not line.strip() or ": " in line[:20]
@@ -140,10 +140,10 @@ class Redactor:
 
 
 def local_redactor() -> Redactor:
-    """A redactor that knows the name of the running user and of this machine."""
+    """A redactor that knows the names of the current user and this machine."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
+    except (KeyError, OSError):  # in a container, the user id may have no name
         user = ""
     return Redactor(users=[user], hosts=[socket.gethostname()])
 
@@ -154,7 +154,7 @@ def redact(text: str) -> str:
 
 
 def read_chunks(stream: BinaryIO) -> Iterator[bytes]:
-    """Lines with their ends. A line longer than `CHUNK` is cut between words, but never right after a secret's name."""
+    """Lines with line ends. A line longer than `CHUNK` is cut between words, but never right after a secret's name."""
     chunk = b""
     while line := stream.readline(CHUNK):
         chunk += line
@@ -170,7 +170,7 @@ def read_chunks(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _cut_position(chunk: bytes) -> int:
-    """Behind a blank or comma near the end that does not follow the name of a secret; otherwise at the end."""
+    """The position after a blank or comma near the end that does not follow the name of a secret, else the end."""
     for gap in reversed(list(re.finditer(rb"[\s,;]", chunk[-MARGIN:]))):
         cut = len(chunk) - MARGIN + gap.end()
         if not CREDENTIAL_AHEAD.search(chunk[max(cut - 64, 0) : cut]):

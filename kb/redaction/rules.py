@@ -1,4 +1,4 @@
-"""All rules in the order in which they run, and those that a line may match."""
+"""All rules, in the order in which they run, and the selection of those that may match a line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AUTOMATON = BytesAhoCorasick([hint.encode() for hint in _HINTS])
 
 
 def candidate_rules(line: str) -> list[Rule]:
-    """The rules that may match a line, by its hints: all hints are searched in one pass, since most lines have none."""
+    """The rules that may match a line, by its hints. One pass searches for all hints, since most lines have none."""
     text = line.lower().encode("utf-8", "surrogatepass")
     matches = _AUTOMATON.find_matches_as_indexes(text, overlapping=True)
     numbers = {number for hint, _, _ in matches for number in _HINTED_RULES[hint]}

@@ -1,10 +1,10 @@
-"""Rules for secrets: tokens of a known form, credentials in URLs and headers, values of fields named like a secret."""
+"""Rules for secrets: tokens of a known form, credentials in URLs and headers, values of fields with secret names."""
 
 from __future__ import annotations
 
 from kb.redaction.rule import make_rule
 
-# The value of `key=`, `"key": "`, `key: '`, also inside JSON that was quoted once more.
+# The value of `key=`, `"key": "`, `key: '`, even inside JSON that was quoted again.
 _VALUE = r"""(?:\\"(?P<{0}1>[^"\\\n]+)|"(?P<{0}2>(?:[^"\\\n]|\\.)+)|'(?P<{0}3>[^'\n]+)|(?P<{0}4>[^\s"'\\]+))"""
 _IS = r"""\\?["']?\s{0,8}(?:=>|:=|[:=])\s{0,8}"""
 _CREDENTIAL_FIELD = (
@@ -102,7 +102,7 @@ SECRETS = (
         _CREDENTIAL_FIELD + r"(?i:s|[_-]?id)?" + _IS + _VALUE.format("secret"),
     ),
     make_rule("KEY=value, JSON, YAML, INI", "token", _BEARER_FIELD + _IS + _VALUE.format("token")),
-    # Tokens of a vocabulary (`pad_token=...`, `loss_per_token: 0.1`) are none: a secret has letters and digits.
+    # Tokens of a vocabulary (`pad_token=...`, `loss_per_token: 0.1`) are not secrets, which have letters and digits.
     make_rule(
         "KEY=value, JSON, YAML, INI",
         "token",
