@@ -1,4 +1,4 @@
-"""The client of a kb service: its URL, an API key, and one POST, possibly through a proxy."""
+"""The client of a kb service: its URL, an API key and one POST request, possibly through a proxy."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kb.errors import UsageError
 from kb.sharing.response import DeliveryStatus, Response, interpret, sanitize
 
 REPORTS_PATH = "/v1/reports"
-MAX_RESPONSE_BYTES = 64 << 10  # a receipt or a problem document has some hundred
+MAX_RESPONSE_BYTES = 64 << 10  # a receipt or a problem document has a few hundred bytes
 EXAMPLE = "for instance: --report https://kb.example.org"
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A kb service at `url`, without a final slash; with "" no API key is sent."""
+    """A kb service at `url`, without a trailing slash. If `api_key` is empty, none is sent."""
 
     url: str
     api_key: str = field(default="", repr=False)
 
     @classmethod
     def at(cls, url: str, api_key: str = "") -> Self:
-        """Raises `UsageError` for an invalid URL or API key."""
-        if any(char in url for char in "@?#"):  # the message does not repeat it: it may contain a secret
+        """The service at a URL. Raises `UsageError` for an invalid URL or API key."""
+        if any(char in url for char in "@?#"):  # the message omits the URL, which may contain a secret
             raise UsageError(
                 "the URL of a kb service has no user, query or fragment", "the API key goes into KB_API_KEY"
             )
@@ -51,11 +51,11 @@ class Service:
 
     @property
     def is_exposed(self) -> bool:
-        """Whether API key and reports travel unencrypted over a network."""
+        """Whether the API key and reports are sent unencrypted over a network."""
         return urlsplit(self.url).scheme == "http" and not self.is_loopback
 
     def post(self, key: str, body: bytes, timeout_s: float) -> Response:
-        """Send once. `timeout_s` limits connecting and each wait for the response, not their sum. Raises nothing."""
+        """Send once. `timeout_s` limits connecting and each wait for the response, not their sum. Never raises."""
         request = urllib.request.Request(self.url + REPORTS_PATH, body, self._headers(key))  # noqa: S310 - `at` allows only http(s)
         try:
             with _open(request, timeout_s, is_loopback=self.is_loopback) as response:
@@ -78,14 +78,14 @@ class Service:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """An API key is sent only to the service that was named."""
+    """Follows no redirects, so that an API key is sent only to the named service."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 def _open(request: urllib.request.Request, timeout_s: float, *, is_loopback: bool) -> Any:
-    """The response, whatever its status. A proxy from the environment is used, except for this machine itself."""
+    """The response, whatever its status. It uses a proxy from the environment, except for this machine."""
     proxies = urllib.request.ProxyHandler({} if is_loopback else None)
     try:
         return urllib.request.build_opener(_NoRedirects, proxies).open(request, timeout=timeout_s)

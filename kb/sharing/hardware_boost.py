@@ -1,7 +1,7 @@
-"""Hits whose fix was verified on hardware like the reader's come first. Pure: verdict counts in, an order out.
+"""Moves hits whose fix was verified on hardware like the reader's to the front. It does no I/O.
 
-Hardware is like the reader's when it has the same GPU model, and more so with the same torch release. Without a model
-only torch is compared. What counts is the fix in its current wording, run on GPUs.
+Hardware is like the reader's if it has the same GPU model, and more so with the same torch release. Without a model,
+only torch is compared. Only verdicts on the current wording of a fix, run on GPUs, count.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RELEASE = re.compile(r"\s*v?(\d+\.\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """The hardware of a reader: the name of the GPUs in their words, the version of torch; "" for unknown."""
+    """The hardware of a reader: the GPU name in their words, and the torch version; "" for unknown."""
 
     gpu: str = ""
     torch: str = ""
@@ -36,7 +36,7 @@ class Hardware:
         return bool(gpu_model(self.gpu) or release(self.torch))
 
     def likeness(self, row: VerdictCount) -> int:
-        """0 for other hardware, up to `MAX_LIKENESS`."""
+        """The likeness of other hardware, from 0 (different) to `MAX_LIKENESS`."""
         is_same_torch = bool(release(self.torch)) and release(row.torch) == release(self.torch)
         if not gpu_model(self.gpu):
             return int(is_same_torch)
@@ -44,17 +44,17 @@ class Hardware:
 
 
 def preference(verdict_counts: Iterable[VerdictCount], digests: Mapping[str, str], here: Hardware) -> Preference | None:
-    """The `Preference` of a search for answers verified on such hardware; None for unknown hardware."""
+    """The `Preference` of a search for answers verified on this hardware; None for unknown hardware."""
     return partial(prefer, verdict_counts=verdict_counts, digests=digests, here=here) if here else None
 
 
 def prefer(
     hits: Sequence[Hit], verdict_counts: Iterable[VerdictCount], digests: Mapping[str, str], here: Hardware
 ) -> tuple[Hit, ...]:
-    """The hits in order of preference, with `verified_on` where it is the reason.
+    """The hits in order of preference, with `verified_on` if hardware is the reason.
 
-    Only hits with at least half the best score are reordered: that a fix works does not make it an answer.
-    `digests` are those of the current entries, by id.
+    Only hits with at least half the best score are reordered, since a working fix is not yet an answer. `digests` are
+    the digests of the current entries, by id.
     """
     rows: dict[str, list[VerdictCount]] = {hit.id: [] for hit in hits}
     for row in verdict_counts:
@@ -67,7 +67,7 @@ def prefer(
 
 
 def _judge(rows: Iterable[VerdictCount], here: Hardware) -> tuple[int, VerifiedOn | None]:
-    """The likeness of the hardware that verified a fix; 0 when as many reports from such hardware contradict it."""
+    """The likeness of the hardware that verified a fix; 0 if as many reports from such hardware contradict it."""
     alike = [(here.likeness(row), row) for row in rows]
     for level in range(MAX_LIKENESS, 0, -1):
         similar = [row for likeness, row in alike if likeness >= level]
@@ -89,7 +89,7 @@ def _reason(row: VerdictCount, here: Hardware) -> str:
 
 
 def gpu_model(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3`, `8 x h100` and `H100-SXM5` are `H100`; "" when no word is a model."""
+    """The model in a name: `NVIDIA H100 80GB HBM3`, `8 x h100` and `H100-SXM5` are `H100`; "" if there is none."""
     words = WORD.findall(COUNT.sub("", name))
     models = (word.upper() for word in words if re.search(r"\d", word) and not NO_MODEL.fullmatch(word))
     return next(models, "")

@@ -1,7 +1,7 @@
-"""Names of GPUs and versions in the forms in which NVML and PEP 440 have them.
+"""Normalizes GPU names and versions to the forms of NVML and PEP 440.
 
-Reports come from anybody with a key, and these names are shown beside answers, also to language models: whatever is
-neither a word of a GPU's name nor a part of a version is dropped.
+Reports come from anybody with a key, and these names are shown next to answers, also to language models. Therefore
+everything that is neither a word of a GPU name nor part of a version is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSION = re.compile(
 
 
 def gpu_name(text: str) -> str:
-    """The words of a GPU's name: `NVIDIA A100-SXM4-80GB`; "" for nothing, `UNKNOWN_GPU` for anything else."""
+    """The words of a GPU name: `NVIDIA A100-SXM4-80GB`; "" for an empty text, `UNKNOWN_GPU` for anything else."""
     words = [name for word in COUNT.sub("", text).split() for name in (word, word.upper()) if WORD.fullmatch(name)]
     words = list(dict.fromkeys(words))[:MOST_WORDS]
     is_name = any(re.search(r"\d|TITAN", word) for word in words)
@@ -35,6 +35,6 @@ def gpu_name(text: str) -> str:
 
 
 def version(text: str) -> str:
-    """The version that a text begins with: `2.7.1+cu126`; "" without one."""
+    """The version at the beginning of a text, such as `2.7.1+cu126`; "" if there is none."""
     match = VERSION.match(text.strip().removeprefix("v"))
     return match[0] if match else ""

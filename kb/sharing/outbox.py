@@ -1,7 +1,7 @@
-"""The outbox: reports on disk until a service has them, one file each, named by its idempotency key.
+"""The outbox: reports on disk until a service has them, one file each, named by the idempotency key.
 
 A file is written atomically and removed when the service has acknowledged the report. Each attempt sends the same key,
-so a process killed at any point neither loses a report nor duplicates it (docs/decisions/0024).
+so a process killed at any point neither loses nor duplicates a report (docs/decisions/0024).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class QueuedReport:
 
     @property
     def body(self) -> bytes:
-        """The request body, byte for byte the same in each attempt."""
+        """The request body, byte for byte the same in all attempts."""
         return json.dumps(self.report).encode()
 
 
 def default_directory() -> Path:
-    """The outbox of this user."""
+    """The directory of this user's outbox."""
     return data_home() / "outbox"
 
 
@@ -129,7 +129,7 @@ def _load(path: Path) -> QueuedReport | None:
 
 def _open(path: Path) -> IO[bytes] | None:
     try:
-        return path.open("r+b")  # writable: NFS refuses to lock a file opened for reading
+        return path.open("r+b")  # writable, since NFS refuses to lock a file opened for reading
     except FileNotFoundError:
         return None
 
@@ -139,13 +139,13 @@ def _lock(file: IO[bytes]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # no locks here, as often on Lustre: then only the idempotency key prevents duplicates
+    except OSError:  # no locks, as often on Lustre: only the idempotency key prevents duplicates
         return True
     return True
 
 
 def _drop_oldest(directory: Path) -> int:
-    """Remove the oldest files beyond `MAX_REPORTS`, including temporary files of killed processes; returns how many."""
+    """Remove the oldest files beyond `MAX_REPORTS`, including temporary files of killed processes. Returns how many."""
     extra = _by_age(directory)[:-MAX_REPORTS]
     for path in extra:
         path.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ def _drop_oldest(directory: Path) -> int:
 
 
 def _by_age(directory: Path) -> list[Path]:
-    """The files of a directory, oldest first, except those that another process removes meanwhile."""
+    """The files of a directory, oldest first, without those that another process removes meanwhile."""
     files = []
     for path in directory.iterdir() if directory.exists() else ():
         with suppress(FileNotFoundError):

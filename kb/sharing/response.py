@@ -1,4 +1,4 @@
-"""What the response of a kb service means for the report that was sent to it. Pure: nothing is sent here."""
+"""Interprets the response of a kb service to a report. It does no I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeliveryStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The result, the problem ("" when accepted), and for how many seconds a busy service asks to wait."""
+    """The result, the problem ("" if accepted), and how many seconds a busy service asks to wait."""
 
     status: DeliveryStatus
     problem: str = ""
@@ -36,7 +36,7 @@ class Response:
 def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes, *, has_key: bool) -> Response:
     """Interpret an HTTP response; `headers` have lower-case names. `has_key`: an API key was sent.
 
-    Only a problem document can refuse a report: other bodies are from a proxy, which knows nothing about reports.
+    Only a problem document can refuse a report; other bodies are from a proxy, which knows nothing about reports.
     """
     if code in (HTTPStatus.OK, HTTPStatus.CREATED) and "id" in _json_object(body):
         return Response(DeliveryStatus.ACCEPTED)
@@ -51,12 +51,12 @@ def interpret(url: str, code: int, headers: Mapping[str, str], body: bytes, *, h
 
 
 def sanitize(text: str) -> str:
-    """A text for the terminal, which a service must not be able to control."""
+    """A text made safe for the terminal, which a service must not be able to control."""
     return "".join(char if char.isprintable() else " " for char in text[:MAX_PROBLEM_LENGTH])
 
 
 def _why_unavailable(url: str, code: int, headers: Mapping[str, str], *, has_key: bool) -> str:
-    """Why no report can be delivered; "" when one can."""
+    """Why no report can be delivered; "" if one can."""
     if code == HTTPStatus.UNAUTHORIZED and has_key:
         return (
             f"{url} does not accept the API key in KB_API_KEY: it is incomplete, revoked or of another service;"
@@ -86,7 +86,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 
 def _wait_s(retry_after: str) -> float:
-    """Services of kb send whole seconds; one second where a proxy sends a date or nothing."""
+    """The seconds in a `Retry-After` header; 1 if a proxy sends a date or nothing, since kb services send seconds."""
     return float(retry_after) if re.fullmatch(r"[0-9]{1,6}", retry_after) else 1.0
 
 

@@ -12,16 +12,16 @@ from kb.sharing.client import Service
 from kb.sharing.outbox import Outbox, QueuedReport
 from kb.sharing.response import DeliveryStatus, Response
 
-BUDGET_S = 20.0  # for all reports: a verification must not wait for a service
-TIMEOUT_S = 10.0  # for connecting and for each wait for a response: a busy store takes seconds
+BUDGET_S = 20.0  # for all reports, since a verification must not wait for a service
+TIMEOUT_S = 10.0  # for connecting and each wait for a response, since a busy store takes seconds
 GRACE_S = 1.0  # for the last attempt to end by itself
-MAX_PROBLEMS = 5  # only the last ones are reported: a thousand reports may have as many
+MAX_PROBLEMS = 5  # only the last ones are reported, since a thousand reports may have as many
 MAX_ATTEMPTS = 3  # for one report while the service is busy
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The result of `send`: how many reports were sent and refused, how many are still queued, and the problems."""
+    """The result of `send`: how many reports were sent, are still queued and were refused, and the problems."""
 
     sent: int = 0
     queued: int = 0
@@ -30,7 +30,7 @@ class Delivery:
 
 
 class _Sender:
-    """One `send` in progress. It counts as it goes, so that its counts are right when it is given up."""
+    """One `send` in progress. It counts as it goes, so that its counts are right if it is given up."""
 
     def __init__(self, outbox: Outbox, service: Service, end: float) -> None:
         self._outbox = outbox
@@ -49,7 +49,7 @@ class _Sender:
                 return
 
     def _deliver(self, queued: QueuedReport) -> bool:
-        """Whether to continue with the next report."""
+        """Deliver a report. Returns whether to continue with the next one."""
         with self._outbox.claim(queued) as is_ours:
             if not is_ours:
                 return True
@@ -83,9 +83,9 @@ class _Sender:
 
 
 def send(outbox: Outbox, service: Service, budget_s: float = BUDGET_S) -> Delivery:
-    """Send the reports that wait for a service. Problems are part of the result; nothing is raised, not even Ctrl-C.
+    """Send the reports that wait for a service. Never raises, not even on Ctrl-C; problems are part of the result.
 
-    It runs in a thread, because no timeout limits the resolver or a server that sends one byte per second.
+    It runs in a thread because no timeout limits the resolver or a server that sends one byte per second.
     """
     sender = _Sender(outbox, service, time.monotonic() + budget_s)
     problems: tuple[str, ...] = ()

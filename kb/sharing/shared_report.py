@@ -1,7 +1,7 @@
-"""The part of a report that may leave a node: the verdict, its evidence, the kind of machine; nothing that identifies.
+"""The part of a report that may leave a node: the verdict, its evidence and the kind of machine, nothing identifying.
 
-No logs, tracebacks, variables, hosts, users or files of the reader. The model is strict and every length is bounded, so
-that a report is at most `MAX_BYTES` of JSON. A service treats what it receives as data and refuses what does not fit.
+It has no logs, tracebacks, variables, hosts, users or files of the reader. The model is strict and every length is
+bounded, so that a report has at most `MAX_BYTES` of JSON. A service refuses input that does not fit the model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_VARIANTS, MAX_EVIDENCE, MAX_GPUS = 8, 6, 64
 INVISIBLE = re.compile(rf"[\t\n{HAZARDS}]+")
 PATH_PART = r"(?:[\w.+@%=,~-]|<[a-z]+-\d+>)+"
 FILE_PATH = re.compile(rf"(?<![\w.:/~>-])~?/(?!(?:dev|proc|sys|etc)/){PATH_PART}(?:/{PATH_PART})+/?")
-LIBRARY_SOURCE = re.compile(r"[^/]+\.(?:cc|cpp|cu|h|hpp)$")  # as the errors of torch, gloo and NCCL name them
+LIBRARY_SOURCE = re.compile(r"[^/]+\.(?:cc|cpp|cu|h|hpp)$")  # as errors of torch, gloo and NCCL name them
 
 PRINTABLE = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]*$"
 Line = Annotated[str, Field(max_length=MAX_LINE, pattern=PRINTABLE)]
@@ -139,12 +139,12 @@ def to_shared_report(document: Mapping[str, Any]) -> SharedReport:
 
 
 def redact_line(text: str, length: int = MAX_LINE) -> str:
-    """Any text as one printable line without names, secrets and file paths."""
+    """Any text as one printable line without names, secrets or file paths."""
     return _Redaction(local_redactor()).line(text, length)
 
 
 def machine_kind(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The `machine` of a shared report from a machine snapshot: kinds and versions, nothing that identifies it."""
+    """The `machine` of a shared report, from a machine snapshot: kinds and versions, nothing that identifies it."""
     host, python = environment.get("host") or {}, environment.get("python") or {}
     torch, packages = python.get("torch") or {}, python.get("packages") or {}
     gpus: Sequence[Mapping[str, Any]] = environment.get("gpus") or ()
@@ -188,7 +188,7 @@ class _Redaction:
         }
 
     def line(self, text: object, length: int = MAX_LINE) -> str:
-        """One redacted line. It is cut last: the redactor would not recognize half a secret."""
+        """One redacted line. It is cut last, since the redactor would not recognize half a secret."""
         printable = " ".join(INVISIBLE.sub(" ", str(text or "")[: 8 * length]).split())
         redacted = FILE_PATH.sub(_path_placeholder, self._redactor.text(printable))
         return redacted if len(redacted) <= length else f"{redacted[: length - 1]}…"
