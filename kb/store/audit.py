@@ -15,7 +15,7 @@ from kb.store.tables import AuditRow, UtcTime, clamp_id, now
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """One write. `actor` is the id of an API key or a name; `subject` identifies what was written: `reports/17`."""
+    """One write. `actor` is the id of an API key or a name; `subject` is what was written, such as `reports/17`."""
 
     id: int
     at: UtcTime
@@ -27,7 +27,7 @@ class AuditRecord:
 
 
 def add(session: Session, actor: str, action: str, subject: str, request_id: str = "") -> None:
-    """Add a record in the transaction of the write itself. A write without an actor is kb's own and has no record."""
+    """Add a record in the transaction of the write. A write without an actor is kb's own and gets no record."""
     if actor:
         row = AuditRow(at=now(), actor=actor, action=action, subject=subject, request_id=request_id, outcome="ok")
         session.add(row)

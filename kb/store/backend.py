@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Engine
 
 
 class Backend(Protocol):
-    """What differs between the two kinds of database. `name` is for messages: it holds no password."""
+    """What differs between the two kinds of database. `name` is for messages and contains no password."""
 
     @property
     def name(self) -> str: ...
@@ -17,25 +17,25 @@ class Backend(Protocol):
     def engine(self) -> Engine: ...
 
     def exists(self) -> bool:
-        """False when it is known, without connecting, that nothing was ever stored here."""
+        """False if it is known without connecting that nothing was ever stored here."""
 
     def prepare_storage(self) -> None:
-        """Create what a first write needs outside of the database."""
+        """Create what a first write needs outside the database."""
 
     def begin(self, connection: Connection, *, is_writing: bool) -> int:
-        """Begin a transaction; returns the number of the schema, 0 in an empty database.
+        """Begin a transaction. Returns the number of the schema, 0 for an empty database.
 
         Raises `StoreUnavailable` for the database of another program.
         """
 
     def lock_schema(self, connection: Connection) -> int:
-        """Keep others from changing the schema until this transaction ends; returns the number of the schema."""
+        """Keep others from changing the schema until this transaction ends. Returns the number of the schema."""
 
     def stamp(self, connection: Connection, schema: int) -> None:
-        """Record in the database that it is kb's and has this schema, where the migrations do not."""
+        """Record in the database that it is kb's and has this schema, if the migrations do not do so."""
 
     def after_commit(self) -> None:
-        """Raises nothing: the transaction is committed."""
+        """Called when the transaction is committed; must not raise."""
 
     def hint(self, cause: BaseException) -> str:
-        """What to do about an error of the driver."""
+        """The hint for an error of the driver."""

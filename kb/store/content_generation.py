@@ -1,4 +1,4 @@
-"""The generation of the content: a number from which all replicas of a service see when to read it again."""
+"""The generation of the content: a number that tells all replicas of a service when to read the content again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The store: a SQLite file that `kb verify` writes and `kb history` reads, or the database of a service.
 
 A write is one transaction, including the migration that may precede it, so a killed process leaves all of it or none.
-A database of another program, a damaged one, and one of a newer kb are refused and never written to.
+Databases that are damaged or belong to another program or a newer kb are refused and never written to.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ FORMS = "postgresql://user:password@host/database, sqlite:////absolute/path, or 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """The store. Every method but `open` raises only `StoreUnavailable`.
+    """The store. All methods except `open` raise only `StoreUnavailable`.
 
-    Opening it has no effect: the first write creates the file and its tables, and until then reading returns nothing.
-    Threads may share one instance; any number of processes may use one database.
+    Opening it has no effect: the first write creates the file and its tables; before that, reading returns nothing.
+    Threads may share one instance, and any number of processes may use one database.
     """
 
     backend: Backend
 
     @classmethod
     def open(cls, where: str | Path | None = None) -> Self:
-        """The store in a file or behind a URL, by default the user's own file.
+        """Open the store in a file or at a URL, by default the user's file.
 
-        Raises `UsageError` for a URL of another kind, and for PostgreSQL without its driver.
+        Raises `UsageError` for another kind of URL, and for PostgreSQL without its driver.
         """
         return cls(_backend_at(where or default_path()))
 
     @property
     def name(self) -> str:
-        """For messages: the path of the file, or the URL without user and password."""
+        """The name for messages: the path of the file, or the URL without user and password."""
         return self.backend.name
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Session]:
-        """A transaction: committed as a whole, or on an error rolled back."""
+        """A transaction that is committed as a whole, or rolled back on an error."""
         with self._translated_errors("written"):
             self.backend.prepare_storage()
             with Session(self.backend.engine, expire_on_commit=False) as session:
@@ -70,7 +70,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Session | None]:
-        """A transaction that only reads; None when nothing was ever stored, since reading creates nothing."""
+        """A transaction that only reads; None if nothing was ever stored, since reading creates nothing."""
         with self._translated_errors("read"):
             if not self.backend.exists():
                 yield None
@@ -93,7 +93,7 @@ class Database:
             self.backend.stamp(connection, SCHEMA)
 
     def _begin_reading(self, session: Session) -> int:
-        """The number of the schema after a migration that may be due: `SCHEMA`, or 0 in an empty database."""
+        """The number of the schema, after migrating if needed: `SCHEMA`, or 0 for an empty database."""
         schema = self._checked(self.backend.begin(session.connection(), is_writing=False))
         if not 0 < schema < SCHEMA:
             return schema
@@ -109,7 +109,7 @@ class Database:
 
     @contextmanager
     def _translated_errors(self, verb: str) -> Iterator[None]:
-        """Errors of the driver become `StoreUnavailable`, without the SQL and its values in the message."""
+        """Translate errors of the driver to `StoreUnavailable`, without the SQL and its values in the message."""
         try:
             yield
         except (
@@ -132,7 +132,7 @@ def _backend_at(where: str | Path) -> Backend:
         url = make_url(str(where).replace("postgres://", "postgresql://", 1))
     except (ArgumentError, ValueError):
         raise UsageError("the URL of the database cannot be read", FORMS) from None
-    if "@" in f"{url.host}{url.database}":  # from a password; messages would show it as part of the name
+    if "@" in f"{url.host}{url.database}":  # from a password, which messages would show in the name
         raise UsageError("the URL of the database cannot be read", f"{FORMS}; in a password write %40 for @")
     kind = url.get_backend_name()
     if kind == "postgresql":

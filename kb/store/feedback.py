@@ -14,7 +14,7 @@ from kb.store.tables import FeedbackRow, UtcTime, clamp_id, now
 
 
 class FeedbackCount(NamedTuple):
-    """How often an entry helped and did not help, on one kind of GPU ("" when unknown)."""
+    """How often an entry helped and did not help, on one kind of GPU ("" if unknown)."""
 
     entry_id: str
     gpu: str
@@ -57,7 +57,7 @@ def add(
 def counts(
     database: Database, entry_id: str = "", *, after: tuple[str, str] = ("", ""), limit: int | None = None
 ) -> list[FeedbackCount]:
-    """The counts of one entry or of all, by entry and GPU; for the next page, `after` is the last of this one."""
+    """The counts of one entry or of all, by entry and GPU; for the next page, `after` is the last group of this one."""
     group = (FeedbackRow.entry_id, FeedbackRow.gpu)
     helped = func.sum(case((col(FeedbackRow.helped), 1), else_=0))
     query = select(*group, helped, func.count() - helped).group_by(*group).order_by(*group).limit(limit)
@@ -70,7 +70,7 @@ def counts(
 
 
 def comments(database: Database, limit: int = 50, before: int | None = None) -> list[Comment]:
-    """Newest first; for the next page, `before` is the last id of this one."""
+    """The comments, newest first; for the next page, `before` is the last id of this one."""
     newest = select(FeedbackRow).where(FeedbackRow.comment != "").order_by(col(FeedbackRow.id).desc()).limit(limit)
     if before is not None:
         newest = newest.where(col(FeedbackRow.id) < clamp_id(before))

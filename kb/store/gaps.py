@@ -1,4 +1,4 @@
-"""Gaps: questions without a good answer, counted, so that authors see what is missing. Callers redact the texts."""
+"""Gaps: questions without a good answer, counted so that authors see what is missing. Callers redact the texts."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def digest(kind: str, text: str) -> str:
 
 
 def add(database: Database, questions: Iterable[tuple[str, str, str]]) -> None:
-    """Count questions (kind, text, best). Beyond `MAX_GAPS` gaps, the rarest are deleted, the oldest first."""
+    """Count questions (kind, text, best). If there are more than `MAX_GAPS`, the rarest and oldest are deleted."""
     counts = Counter((digest(kind, text), kind, text, best) for kind, text, best in questions)
     if not counts:
         return
     with database.writing() as session:
-        for question in sorted(counts):  # in one order, so that two processes cannot deadlock
+        for question in sorted(counts):  # in a fixed order, so that two processes cannot deadlock
             _count(session, *question, times=counts[question])
         _delete_excess(session)
 
@@ -52,7 +52,7 @@ def add(database: Database, questions: Iterable[tuple[str, str, str]]) -> None:
 def page(database: Database, limit: int = 50, after: str | None = None) -> list[Gap]:
     """The most frequent gaps, then the latest; for the next page, `after` is the last digest of this one.
 
-    Raises `UsageError` when no gap has that digest (any more).
+    Raises `UsageError` if no gap has that digest (any more).
     """
     with database.reading() as session:
         if session is None:
@@ -64,7 +64,7 @@ def page(database: Database, limit: int = 50, after: str | None = None) -> list[
 
 
 def forget(database: Database, name: str, *, actor: str = "", request_id: str = "") -> None:
-    """Delete the closed gap with this digest. Raises `UsageError` when there is none."""
+    """Delete the closed gap with this digest. Raises `UsageError` if there is none."""
     with database.writing() as session:
         session.delete(_row(session, name))
         audit.add(session, actor, "gap.forget", f"gaps/{name}", request_id)

@@ -1,6 +1,6 @@
 """API keys: `kb_<id>_<secret>`, shown once and stored as a hash.
 
-A secret has 256 random bits, so a plain SHA-256 is enough: a slow hash protects only secrets that can be guessed.
+A secret has 256 random bits, so a plain SHA-256 is enough: slow hashes only protect secrets that can be guessed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key and the `fingerprint` of its text, with which requests are checked."""
+    """A key and the `fingerprint` of its text, against which requests are checked."""
 
     key: Key
     secret_hash: str
@@ -70,7 +70,7 @@ def new(database: Database, name: str, scope: Scope, *, actor: str = "", request
 
 
 def parse(text: str) -> str | None:
-    """The id in the text of a key; None for a text of another form."""
+    """The id in the text of a key; None if the text is not a key."""
     match = FORM.fullmatch(text)
     return match.group(1) if match else None
 
@@ -81,7 +81,7 @@ def fingerprint(text: str) -> str:
 
 
 def revoke(database: Database, key_id: str, *, actor: str = "", request_id: str = "") -> None:
-    """Revoke a key for good. Raises `UsageError` when no key has this id."""
+    """Revoke a key permanently. Raises `UsageError` if no key has this id."""
     with database.writing() as session:
         row = session.get(KeyRow, key_id)
         if row is None:
@@ -105,7 +105,7 @@ def record_uses(database: Database, uses: Mapping[str, UtcTime]) -> None:
     if not uses:
         return
     with database.writing() as session:
-        for key_id, at in sorted(uses.items()):  # in one order, so that two processes cannot deadlock
+        for key_id, at in sorted(uses.items()):  # in a fixed order, so that two processes cannot deadlock
             is_later = or_(col(KeyRow.last_used_at).is_(None), col(KeyRow.last_used_at) < at)
             session.execute(update(KeyRow).where(col(KeyRow.id) == key_id, is_later).values(last_used_at=at))
 

@@ -1,7 +1,7 @@
 """A store in a PostgreSQL database, which several hosts share.
 
-Connecting, each statement and a silent network have limits on the server. For a server that is stopped while its kernel
-still answers, kb itself gives up a statement, and with it the connection.
+The client limits connecting and silence on the network, the server limits each statement. If the server is stopped
+while its kernel still answers, kb itself gives up a statement and closes the connection.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kb.errors import UsageError
 from kb.installation import install_command
 from kb.store.schema import TABLE
 
-LOCK = 0x6B625250  # key of the advisory lock: one process at a time changes the schema
+LOCK = 0x6B625250  # key of the advisory lock with which one process at a time changes the schema
 MIGRATION_MS = 600_000  # a migration may have to rewrite a large table
 CONNECTION: dict[str, Any] = {  # options in the URL take precedence
     "connect_timeout": 3,  # seconds, for each address of the host
-    "tcp_user_timeout": 5000,  # ms without acknowledgement until the host is considered gone
-    "keepalives_idle": 5,  # seconds; the same while waiting for the host
+    "tcp_user_timeout": 5000,  # ms without acknowledgement before the host is considered gone
+    "keepalives_idle": 5,  # seconds; these three do the same while kb waits for the host
     "keepalives_interval": 2,
     "keepalives_count": 3,
     "options": "-c statement_timeout=5s -c lock_timeout=4s -c idle_in_transaction_session_timeout=30s",
@@ -39,14 +39,14 @@ UNREACHABLE = "is the server of KB_DATABASE_URL up, and may this user use the da
 
 @dataclass(frozen=True, slots=True)
 class PostgresqlDatabase:
-    """A database on a server, used by kb alone. The number of its schema is in a table of Alembic's."""
+    """A database on a server, used only by kb. The number of its schema is in Alembic's table."""
 
     name: str
     engine: Engine = field(repr=False)
 
     @classmethod
     def at(cls, url: URL) -> Self:
-        """Raises `UsageError` when the driver is not installed."""
+        """The database at a URL. Raises `UsageError` if the driver is not installed."""
         public_url = URL.create("postgresql", host=url.host, port=url.port, database=url.database)
         arguments = {name: value for name, value in CONNECTION.items() if name not in url.query}
         try:
@@ -61,10 +61,10 @@ class PostgresqlDatabase:
         return True
 
     def prepare_storage(self) -> None:
-        """The administrator has created the database."""
+        """Do nothing: the administrator has created the database."""
 
     def begin(self, connection: Connection, *, is_writing: bool) -> int:
-        """The driver begins the transaction."""
+        """The driver itself begins the transaction."""
         if not is_writing:
             connection.exec_driver_sql("SET TRANSACTION READ ONLY")
         return _schema(connection)
@@ -77,17 +77,17 @@ class PostgresqlDatabase:
         return _schema(connection)
 
     def stamp(self, connection: Connection, schema: int) -> None:
-        """Alembic records it in its table."""
+        """Do nothing: Alembic records it in its table."""
 
     def after_commit(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def hint(self, cause: BaseException) -> str:
         return HINTS.get(str(getattr(cause, "sqlstate", "")), UNREACHABLE)
 
 
 def _connect(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Any:
-    """Imported here: without PostgreSQL its driver need not be installed."""
+    """Connect. The import is here because the driver need not be installed without PostgreSQL."""
     from kb.store.postgresql_connection import DeadlineConnection
 
     return DeadlineConnection.connect(*arguments, **options)

@@ -1,4 +1,4 @@
-"""A connection to PostgreSQL that gives up when the server stops answering. libpq would wait for ever."""
+"""A connection to PostgreSQL that gives up when the server stops answering. libpq would wait forever."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import psycopg
 
-STATEMENT_S = 6.0  # longer than the `statement_timeout` of the server, whose error says more
+STATEMENT_S = 6.0  # longer than the server's `statement_timeout`, whose error says more
 
 Result = TypeVar("Result")
 
 
 class DeadlineConnection(psycopg.Connection[Any]):
-    """Closed by the first statement that takes more than `deadline_s`; that raises `OperationalError`."""
+    """A connection that closes if a statement takes more than `deadline_s`, which raises `OperationalError`."""
 
     deadline_s = STATEMENT_S
 
@@ -22,12 +22,12 @@ class DeadlineConnection(psycopg.Connection[Any]):
         return super().wait(self._limited(gen), *args, **named)
 
     def rollback(self) -> None:
-        """Ends every transaction in the pool; the next one has the usual deadline again."""
+        """Called at the end of every transaction in the pool, so it restores the usual deadline."""
         self.deadline_s = STATEMENT_S
         super().rollback()
 
     def _limited(self, steps: Generator[Any, Any, Result]) -> Generator[Any, Any, Result]:
-        """The steps of a statement. psycopg asks ten times a second, also while nothing has arrived."""
+        """The steps of a statement. psycopg resumes them ten times a second, even if nothing has arrived."""
         end = monotonic() + self.deadline_s
         try:
             state = next(steps)

@@ -1,4 +1,4 @@
-"""Reports of verifications: the user's own, and the shared ones that a service received."""
+"""Reports of verifications: the user's own, and shared ones that a service received."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kb.store.database import Database
 from kb.store.tables import KeyRow, ReportRow, UtcTime, clamp_id, now
 from kb.store.upsert import insert, serialize
 
-MAX_COUNTS = 100  # of one entry: a page and every search of a service hold them
+MAX_COUNTS = 100  # per entry; pages and searches of a service hold them in memory
 COPIED_COLUMNS = ("verdict", "fidelity", "duration_s", "entry_digest", "probe_digest", "kb_version")
 
 
 @dataclass(frozen=True, slots=True)
 class AddedReport:
-    """The id of a shared report; `is_new` is false for one that had been sent before."""
+    """The id of a shared report; `is_new` is false if it had been sent before."""
 
     id: int
     is_new: bool
@@ -31,7 +31,7 @@ class AddedReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredReport:
-    """A shared report as it was received, and when (UTC)."""
+    """A shared report as received, and when (UTC)."""
 
     id: int
     received_at: UtcTime
@@ -54,14 +54,14 @@ class VerdictCount:
 
 
 def save(database: Database, documents: Sequence[Mapping[str, Any]]) -> None:
-    """Store reports of this user (`Report.to_json()`): all of them, or on an error none. With none, tests the store."""
+    """Store reports of this user (`Report.to_json()`), all or, on an error, none. An empty list tests the store."""
     rows = [ReportRow(**_columns(document)) for document in documents]
     with database.writing() as session:
         session.add_all(rows)
 
 
 def history(database: Database, entry_id: str | None = None, limit: int = 20) -> list[dict[str, Any]]:
-    """The latest reports of this user, newest first, of one entry or of all."""
+    """The latest reports of this user on one entry or on all, newest first."""
     newest = select(ReportRow).where(col(ReportRow.sender).is_(None)).limit(limit)
     newest = newest.order_by(col(ReportRow.started_at).desc(), col(ReportRow.id).desc())
     if entry_id is not None:
@@ -71,9 +71,9 @@ def history(database: Database, entry_id: str | None = None, limit: int = 20) ->
 
 
 def compare_wording(documents: Sequence[dict[str, Any]], digests: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The reports, each with `earlier_wording`: whether it is about another wording of the entry than the current one.
+    """The reports, each with `earlier_wording`: whether it is about a wording of the entry other than the current one.
 
-    `digests` are those of the current entries, by id. `earlier_wording` is None for an entry that is not among them.
+    `digests` are the digests of the current entries, by id. `earlier_wording` is None if the entry is not among them.
     """
     return [
         {
@@ -94,12 +94,12 @@ def add_shared(
     digest: str,
     request_id: str = "",
 ) -> AddedReport:
-    """Store a report (`SharedReport` as JSON) under the idempotency key of its sender, once however often it is sent.
+    """Store a report (`SharedReport` as JSON) under its sender's idempotency key, once however often it is sent.
 
-    `digest` is that of the request body. Raises `KeyReused` when the sender used the key for another digest. The same
-    key and digest under another API key are the same report: a node without an answer may try again with a new API
-    key. Copying both gains nothing, since everybody may read reports. Another digest is a new report, so that nobody
-    can occupy the idempotency key of others.
+    `digest` is the digest of the request body. Raises `KeyReused` if the sender used the key for another digest. The
+    same key and digest from another API key are the same report, since a node that got no answer may try again with a
+    new API key; copying both gains nothing, since everybody may read reports. With another digest it is a new report,
+    so that nobody can occupy the idempotency keys of others.
     """
     columns = {"sender": sender, "idempotency_key": key, "body_digest": digest, "received_at": now()}
     with database.writing() as session:
@@ -127,7 +127,7 @@ def page(
 ) -> list[StoredReport]:
     """Shared reports, newest first; for the next page, `before` is the last id of this one.
 
-    `gpu` is a part of the GPU's name in any case, `torch` the beginning of a version: 2.7 selects 2.7.1, not 2.70.
+    `gpu` is a part of the GPU name, ignoring case; `torch` is the beginning of a version: 2.7 selects 2.7.1, not 2.70.
     """
     query = select(ReportRow).where(_is_shared()).order_by(col(ReportRow.id).desc()).limit(limit)
     if entry:
@@ -152,7 +152,7 @@ def count(database: Database) -> int:
 
 
 def verdict_counts(database: Database) -> list[VerdictCount]:
-    """The shared reports, counted by entry, machine, verdict and wording: the highest `MAX_COUNTS` of each entry."""
+    """The shared reports counted by entry, machine, verdict and wording: the highest `MAX_COUNTS` of each entry."""
     names = ("entry_id", "gpu", "driver", "torch", "verdict", "fidelity", "entry_digest")
     group = [getattr(ReportRow, name) for name in names]
     count, last = func.count(), func.max(ReportRow.received_at)
@@ -186,7 +186,7 @@ def _added_before(session: Session, sender: str, key: str, digest: str) -> Added
 
 
 def _id_under_another_key(session: Session, sender: str, key: str, digest: str) -> int | None:
-    """The id of this report if another API key sent it. Queried by sender, since the index begins with the sender."""
+    """The id of this report if another API key sent it. The query names senders, since the index begins with them."""
     query = select(ReportRow.id).where(
         col(ReportRow.sender).in_(select(KeyRow.id)),
         ReportRow.sender != sender,

@@ -1,4 +1,4 @@
-"""A store in one SQLite file. A file of another program or a damaged one is refused and never written to."""
+"""A store in one SQLite file. A damaged file or one of another program is refused and never written to."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SqliteFile:
     def at(cls, path: Path) -> Self:
         path = path.absolute()
         url = URL.create("sqlite", database=str(path))
-        # isolation_level None: `begin` begins transactions, not the driver.
+        # With isolation_level None, `begin` begins transactions, not the driver.
         arguments = {"timeout": BUSY_S, "isolation_level": None}
         return cls(path, create_engine(url, poolclass=NullPool, connect_args=arguments))
 
@@ -71,18 +71,18 @@ class SqliteFile:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory == default_path().parent:
             directory.chmod(0o700)
-        with suppress(FileExistsError):  # SQLite would make it readable by all; journals get the mode of the file
+        with suppress(FileExistsError):  # SQLite would make it readable by all; journals get its mode
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
     def begin(self, connection: Connection, *, is_writing: bool) -> int:
-        """The transaction covers header and rows; IMMEDIATE takes the write lock at once."""
+        """Begin a transaction, which covers header and rows. IMMEDIATE takes the write lock at once."""
         if not is_writing:
             connection.exec_driver_sql("PRAGMA query_only=1")
         connection.exec_driver_sql(f"BEGIN {'IMMEDIATE' if is_writing else 'DEFERRED'}")
         return self.lock_schema(connection)
 
     def lock_schema(self, connection: Connection) -> int:
-        """The write lock is held already; this reads the header."""
+        """Read the header: the write lock is already held."""
         owner, schema = _pragma(connection, "application_id"), _pragma(connection, "user_version")
         if owner == APPLICATION_ID:
             return schema
@@ -95,7 +95,7 @@ class SqliteFile:
         connection.exec_driver_sql(f"PRAGMA user_version={schema}")
 
     def after_commit(self) -> None:
-        """Set the journal mode: only now, when the file is known to be kb's. A process that meets another skips it."""
+        """Set the journal mode, now that the file is known to be kb's. If another process is in the way, skip it."""
         with suppress(OperationalError, OSError), self.engine.connect() as connection:
             connection.exec_driver_sql(f"PRAGMA journal_mode={journal_mode(self.path.resolve(), _mounts())}")
 
@@ -104,7 +104,7 @@ class SqliteFile:
 
 
 def journal_mode(path: Path, mounts: str) -> str:
-    """WAL, but DELETE on a network filesystem, where WAL's shared memory is not shared (sqlite.org/wal.html).
+    """WAL, or DELETE on a network filesystem, where WAL's shared memory is not shared (sqlite.org/wal.html).
 
     `mounts` is the text of /proc/mounts.
     """

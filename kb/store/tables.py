@@ -9,21 +9,21 @@ from sqlalchemy import JSON, DateTime, Dialect, Index, String, TypeDecorator
 from sqlmodel import Field, SQLModel
 
 UtcTime = datetime.datetime
-MAX_INTEGER = 2**31 - 1  # of an INTEGER in PostgreSQL
+MAX_INTEGER = 2**31 - 1  # largest INTEGER in PostgreSQL
 
 
 def now() -> UtcTime:
-    """The current time in the form of the tables."""
+    """The current time in the form that the tables use."""
     return datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
 
 
 def clamp_id(number: int) -> int:
-    """The valid id of a row that is nearest to a number."""
+    """The valid row id that is nearest to a number."""
     return max(0, min(number, MAX_INTEGER))
 
 
 class Text(TypeDecorator[str]):
-    """Any text. What a database cannot store, NUL and lone surrogates, becomes a question mark."""
+    """Any text. NUL and lone surrogates, which a database cannot store, become question marks."""
 
     impl = String
     cache_ok = True
@@ -33,7 +33,7 @@ class Text(TypeDecorator[str]):
 
 
 class ReportRow(SQLModel, table=True):
-    """One report. `document` is all of it, the other columns serve queries.
+    """One report. `document` is the whole report; the other columns are for queries.
 
     A report without a sender is the user's own, as `kb verify --json` printed it; a shared report has a sender.
     """
@@ -90,7 +90,7 @@ class FeedbackRow(SQLModel, table=True):
 
 
 class GapRow(SQLModel, table=True):
-    """A question without a good answer, and how often it was query."""
+    """A question without a good answer, and how often it was asked."""
 
     __tablename__ = "gap"
 
@@ -104,7 +104,7 @@ class GapRow(SQLModel, table=True):
 
 
 class AuditRow(SQLModel, table=True):
-    """One write: actor, action, subject, request. `outcome` is always `ok`; GET /v1/admin/audit has it."""
+    """One write: actor, action, subject, request. `outcome` is always `ok`; GET /v1/admin/audit returns it."""
 
     __tablename__ = "audit"
 

@@ -16,13 +16,13 @@ LOCK = 0x6B627273  # the first key of the advisory locks of `serialize`
 
 
 def serialize(session: Session, name: str) -> None:
-    """Let transactions of one name run one after the other. In SQLite every two that write do."""
+    """Make transactions with the same name run one after the other. In SQLite, all writing transactions do."""
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock(LOCK, _key(name))))
 
 
 def _key(name: str) -> int:
-    """A 32-bit key for any text: PostgreSQL's own hash takes neither NUL nor surrogates."""
+    """A 32-bit key for any text, since PostgreSQL's own hash accepts neither NUL nor surrogates."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:4], signed=True)
 

@@ -1,1 +1,1 @@
-"""The migrations of the schema. A released one is never changed; a new one follows it."""
+"""The migrations of the schema. A released migration is never changed, only followed by a new one."""

@@ -1,4 +1,4 @@
-"""Alembic runs this, with the connection and in the transaction of `kb.store.schema.upgrade`."""
+"""Alembic runs this in the connection and transaction of `kb.store.schema.upgrade`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a service stores: reports of others, keys, feedback, gaps, the audit log, the number of its content."""
+"""What a service stores: reports of others, keys, feedback, gaps, the audit log, the generation of its content."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def upgrade() -> None:
 
 
 def _share_reports() -> None:
-    """Who sent a report and on what it ran. Reports of this user have no sender."""
+    """Add who sent a report and the machine that it ran on. Reports of this user have no sender."""
     for name in ("gpu", "driver", "torch"):
         op.add_column("report", sa.Column(name, sa.String, nullable=False, server_default=""))
     op.add_column("report", sa.Column("gpu_count", sa.Integer))

@@ -1,4 +1,4 @@
-"""Drops the number of GPUs of a report, which nothing reads: `document` has the name of each GPU."""
+"""Drops the number of GPUs of a report, which nothing reads, since `document` has the name of each GPU."""
 
 from __future__ import annotations
 
