@@ -1,4 +1,4 @@
-"""What `kb new` takes from a log that no entry explains: a redacted excerpt and patterns to choose from."""
+"""Extracts what `kb new` uses from an unexplained log: a redacted excerpt, and patterns to choose from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kb.patterns.redos import backtracking_risk
 from kb.redaction.redactor import COLOUR, PLACEHOLDER, redact
 from kb.search.query import VOLATILE
 
-BEFORE, AFTER = 30, 50  # lines of a long log before the first line that looks like an error, and from it on
+BEFORE, AFTER = 30, 50  # lines of a long log before the first line that looks like an error, and from that line on
 LONGEST_LINE = 2000  # characters of a line of the excerpt
 LONGEST_SAMPLE = 240
 MOST_CANDIDATES = 3  # few enough to choose from
@@ -32,7 +32,7 @@ CHANGES = re.compile(f"(?P<token>{PLACEHOLDER.pattern}|{VOLATILE.removeprefix('(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pattern and the line that it was made from and matches."""
+    """A pattern and the line that it was made from, which it matches."""
 
     pattern: str
     sample: str
@@ -57,7 +57,7 @@ NO_DRAFT = Draft("TODO a log of it: realistic, with your own numbers", (Candidat
 
 
 def draft(lines: Iterable[str], observations: Iterable[str] = ()) -> Draft:
-    """Read a log line by line and redact its excerpt. Uses memory for the excerpt only."""
+    """Read a log line by line and redact its excerpt. Only the excerpt is held in memory."""
     log = redact("\n".join(_excerpt(map(_printable, lines))).strip("\n"))
     candidates = tuple(islice(_candidates(log), MOST_CANDIDATES)) or NO_DRAFT.candidates
     return Draft(log or NO_DRAFT.log, candidates, tuple(" ".join(sentence.split()) for sentence in observations))
@@ -70,7 +70,7 @@ def _printable(line: str) -> str:
 
 
 def _excerpt(lines: Iterable[str]) -> list[str]:
-    """All of a short log; of a longer one the lines around the first that looks like an error, else its end."""
+    """All of a short log; of a longer one, the lines around the first that looks like an error, or else its end."""
     last: deque[str] = deque(maxlen=BEFORE + AFTER)
     remaining = iter(lines)
     for line in remaining:
@@ -83,7 +83,7 @@ def _excerpt(lines: Iterable[str]) -> list[str]:
 
 
 def _candidates(log: str) -> Iterator[Candidate]:
-    """Patterns of the lines that look like errors, exceptions first; `kb lint` accepts each of them."""
+    """Patterns for the lines that look like errors, exceptions first; `kb lint` accepts each of them."""
     lines = [line.strip()[:LONGEST_SAMPLE] for line in log.splitlines()]
     errors = [line for line in lines if RAISED.search(line)] + [line for line in lines if TROUBLE.search(line)]
     patterns: set[str] = set()
@@ -95,7 +95,7 @@ def _candidates(log: str) -> Iterator[Candidate]:
 
 
 def _pattern(line: str) -> str:
-    """A pattern for a line: open where runs differ, literal elsewhere."""
+    """A pattern for a line: open for parts that differ between runs, literal elsewhere."""
     prefix = PREFIX.match(line)
     message = line[prefix.end() if prefix else 0 :].rstrip()
     parts, at = [], 0

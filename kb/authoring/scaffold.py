@@ -1,4 +1,4 @@
-"""The two files of a new incident, with a `TODO` in every gap; `kb lint` lists them."""
+"""Writes the two files of a new incident, with a `TODO` in every gap; `kb lint` lists the gaps."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ SIGNATURE = """\
 
 
 def scaffold(home: Path, entry_id: str, today: datetime.date, draft: Draft = NO_DRAFT) -> tuple[Path, Path]:
-    """Write entry and probe into the content root `home`, which is created if missing; returns their paths.
+    """Write entry and probe to the content root `home`, which is created if missing. Returns their paths.
 
     The log of the entry and the signatures to choose from come from the draft.
 
-    Raises `UsageError` for an invalid id, and for files that exist: nothing is overwritten; `ContentError` for an
+    Raises `UsageError` for an invalid id or existing files, which are never overwritten, and `ContentError` for an
     invalid declaration of the root's languages.
     """
     if not ID.fullmatch(entry_id):

@@ -1,8 +1,8 @@
-"""Tests of signatures with logs: those of the entry, look-alikes, and logs of healthy jobs.
+"""Tests signatures with logs: those of the entry, look-alikes, and logs of healthy jobs.
 
-A root or cascade signature of an entry must match at least two of its fenced `log` blocks, and a signature of any role
-the others. No root or cascade signature may match a `log look-alike` block of its entry, which is the log of another
-incident, nor a healthy log of any content root (`entries/healthy/*.log`, recorded from jobs that ended well).
+Root or cascade signatures of an entry must match at least two of its fenced `log` blocks; signatures of any role must
+match the others. No root or cascade signature may match a `log look-alike` block of its entry, which is the log of
+another incident, or a healthy log of any content root (`entries/healthy/*.log`, recorded from jobs that succeeded).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kb.lint.rule import Violation
 from kb.patterns.literals import find, literals
 from kb.patterns.redos import backtracking_risk
 
-LEAST_LOGS = 2  # of an entry, that must match as evidence
+LEAST_LOGS = 2  # logs of an entry that must be matched as evidence
 RULES = {
     "log-not-matched": "A signature matches every log of its entry, and a root or cascade at least two of them.",
     "look-alike-matched": "No root or cascade signature matches a look-alike of its entry.",
@@ -27,7 +27,7 @@ RULES = {
 
 @dataclass(frozen=True, slots=True)
 class HealthyLog:
-    """The log of a job that ended well."""
+    """The log of a job that succeeded."""
 
     path: Path
     text: str
@@ -43,7 +43,7 @@ def healthy_logs(roots: Iterable[Root]) -> tuple[HealthyLog, ...]:
 
 
 def mismatches(entries: Iterable[Entry], healthy: Iterable[HealthyLog]) -> Iterator[Violation]:
-    """A violation for every log that must match and does not, or matches and must not."""
+    """A violation for each log that must match but does not, or matches but must not."""
     logs = tuple(healthy)
     for entry in entries:
         evidence = tuple(_evidence(entry))

@@ -1,7 +1,7 @@
 """The queue of logs that no entry explains: excerpts on this machine, one JSON file each, until an entry is written.
 
-All text is redacted before it is written. Files are named by day and digest: saving an excerpt again raises the count
-in its file. Two processes that save the same excerpt at the same time may count it once; neither loses it.
+All text is redacted before it is written. Files are named by day and digest; saving an excerpt again increments the
+count in its file. If two processes save the same excerpt at the same time, it may be counted once but is not lost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def folder() -> Path:
 
 
 def save(excerpt: str, sources: Sequence[str], seen: Sequence[str]) -> Path:
-    """Redact an excerpt and save its first `LONGEST` bytes; returns the file.
+    """Redact an excerpt and save its first `LONGEST` bytes. Returns the path of the file.
 
     Raises `StoreUnavailable`.
     """
@@ -78,7 +78,7 @@ def queued() -> list[Unexplained]:
 
 
 def load(entry_id: str) -> Unexplained:
-    """The excerpt with an id. Raises `UsageError` when the queue does not have it."""
+    """The excerpt with an id. Raises `UsageError` if the queue does not contain it."""
     item = _load_file(folder() / f"{entry_id}.json") if ID.fullmatch(entry_id) else None
     if item is None:
         newest = ", ".join(queued_item.id for queued_item in queued()[:3])
@@ -93,7 +93,7 @@ def _clean(text: str) -> str:
 
 
 def _cut(text: str) -> str:
-    """At most `LONGEST` bytes in whole lines, else whole words: redaction would miss half a secret."""
+    """At most `LONGEST` bytes, in whole lines or else whole words, since redaction would miss half a secret."""
     data = text.encode()
     if len(data) <= LONGEST:
         return text
@@ -109,7 +109,7 @@ def _make_folder() -> None:
 
 
 def _load_file(path: Path) -> Unexplained | None:
-    """The excerpt in a file, None if the file is unusable."""
+    """The excerpt in a file, or None if the file is unusable."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document.pop("schema") != SCHEMA:
