@@ -150,7 +150,7 @@ def _completed_command() -> str:
 
 
 def _interrupted(argv: list[str]) -> int:
-    """Report an interruption only under `--json`: a program must be told, the person who pressed Ctrl-C knows."""
+    """Report an interruption only under `--json`, to a program: whoever pressed Ctrl-C knows."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # `timeout` sends a second one, which would cut off the document
     return _fail(argv, Interrupted()) if "--json" in argv else Interrupted.exit_code
 

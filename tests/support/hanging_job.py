@@ -125,7 +125,7 @@ def evaluate(kind: str, rank: int) -> float:
 
 
 def gather_metrics(kind: str, rank: int) -> float:
-    """Wait in a collective of another group until the release, as the culprit of `divergent`."""
+    """Wait in a collective of another group until the release, since gloo's collectives do not use the store."""
     dist.monitored_barrier(PAIR[0], timeout=timedelta(seconds=600))
     return add_up()
 

@@ -42,7 +42,7 @@ def watchdog(rank: int, seq: int = 812, op: str = "ALLREDUCE", second: int = 5) 
 
 
 def diagnosed(kb: Kb, *args: str | Path, stdin: bytes = b"") -> Any:
-    """The document of a diagnosis. Only messages about building the index may be on stderr."""
+    """Run `kb diagnose`, which must give an answer, and return its document."""
     ended = kb("diagnose", *args, "--json", stdin=stdin)
     assert ended.code in (0, 1), ended.err
     assert ended.json["schema"] == "kb.diagnose.v1"

@@ -84,7 +84,7 @@ def nginx(folder: Path, upstreams: Sequence[int]) -> Iterator[Proxy]:
 
 
 def _fitted(text: str, folder: Path, port: int, upstreams: Sequence[int]) -> str:
-    """The configuration with the changes that its comments ask for, each of which must match."""
+    """The example configuration, adapted to this test. Each change must match."""
     changes = {
         r"server 127\.0\.0\.1:8001 ": f"server 127.0.0.1:{upstreams[0]} ",
         r"server 127\.0\.0\.1:8002 ": f"server 127.0.0.1:{upstreams[1]} ",

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 class ExitCode:
-    """The exit code of this process, which ends without the slow teardown of all modules."""
+    """The exit code of this process, which ends after threads and exit handlers, without the slow module teardown."""
 
     code = 0
 
