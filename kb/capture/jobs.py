@@ -101,9 +101,7 @@ def _name(job: Mapping[str, Any], listing: Listing) -> str:
 
 
 def _joined(groups: Mapping[str, list[Part]]) -> dict[str, list[Part]]:
-    """Join a part at `localhost` with one of equal port and world size, since some launchers give the first node that
-    address.
-    """
+    """Join parts at `localhost` with the rest of their job: some launchers give only the first node that address."""
     joined = dict(groups)
     for name, parts in groups.items():
         size = parts[0].job["world_size"]

@@ -15,8 +15,8 @@ from kb.diagnose.story.fact import Fact
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """`entry` is the first finding, None if the cause is unknown; `fix` is item `fix_number` of its section
-    `Fix`, as plain text.
+    """`entry` is the first finding, None if the cause is unknown; `fix` is the first sentence of item
+    `fix_number` of its `Fix`, as plain text.
 
     `decisive` is the sentence or line that the diagnosis rests on most, None if nothing failed.
     """

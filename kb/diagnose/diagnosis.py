@@ -35,8 +35,8 @@ MERELY_CONTEXT = "this line says what happened, not why: it is printed whatever 
 FAILED = f"{PREFIX}{COMMONEST}"
 TRACEBACK = "Traceback (most recent call last)"
 
-LEAST_ALIKE = 0.3  # below this likeness even the best entry is noise, so likeness is never scaled by less
-ALIKE = 0.4  # least likeness that counts for a text without failures that no job printed: in effect, a question
+LEAST_ALIKE = 0.3  # below this likeness even the best entry is noise, so likeness is never divided by less
+ALIKE = 0.4  # lowest likeness that counts for a text without failures that no job printed: in effect, a question
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Diagnosis:
     story: Story = field(default_factory=Story)
 
     def to_json(self) -> dict[str, Any]:
-        """As `kb diagnose --json` prints it."""
+        """The diagnosis as `kb diagnose --json` prints it."""
         failures = [
             {**failure.line.to_json(), "count": failure.count, "ranks": failure.ranks} for failure in self.failures
         ]

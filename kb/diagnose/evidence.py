@@ -40,7 +40,7 @@ class Line:
         return f"{self.source}:{self.number}" if self.number else self.source
 
     def to_json(self) -> dict[str, Any]:
-        """The line as cited in answers: `line` is null for a derived text, `time` (ISO 8601, UTC) without a date."""
+        """The line as answers cite it. `line` is null if derived, `time` (ISO 8601, UTC) if the date is unknown."""
         return {
             "source": self.source,
             "line": self.number or None,

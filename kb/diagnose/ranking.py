@@ -28,7 +28,7 @@ FACT = 1.8  # weight of a fact as a cascade: it compares ranks, whereas any wait
 LAUNCHED = 0.4  # weight of a line that a launcher prints for any rank that ended
 LIKENESS = 0.5
 MOST_FINDINGS = 10
-LEAST_LIKE = 0.35  # least likeness of a candidate without a matching signature
+LEAST_LIKE = 0.35  # lowest likeness of a candidate without a matching signature
 
 Edge = tuple[str, str]
 Place = tuple[str, int | str, str]

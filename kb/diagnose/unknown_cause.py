@@ -108,7 +108,7 @@ def _is_preceded(candidate: Candidate, ranks: RankSummary) -> bool:
 
 
 def _is_attributed(ranks: RankSummary) -> bool:
-    """Whether the first failure is an exception if its rank is unknown; else whether no rank is absent, or that one."""
+    """Whether the rank of the first failure fits the absent ranks or, if it is unknown, the failure is an exception."""
     if ranks.failed_first is None:
         return ranks.has_raised
     return not ranks.absent or ranks.failed_first in ranks.absent

@@ -17,7 +17,7 @@ NCCL = re.compile(r"nvidia-nccl(-cu\d+)?")
 def versions(python: Path) -> dict[str, str | None]:
     """The version of each package, of `python`, and of the `cuda` and `nccl` that torch was built with.
 
-    It is None if it cannot be read. Runs the interpreter in a child process with a deadline, without importing torch.
+    An unreadable version is None. Runs the interpreter in a child process with a deadline, without importing torch.
     Raises `InterpreterError` if it does not answer.
     """
     reader = Reader()

@@ -58,7 +58,7 @@ def list_jobs(pid: Optional[int], as_root: str) -> Dict[str, Any]:
 
 
 def _tool(jobs: List[Dict[str, Any]], family: Family) -> str:
-    """The path of py-spy, on PATH or in the environment of a rank: next to its interpreter or its torch."""
+    """The path of py-spy, on PATH or in a rank's environment, found by its interpreter and its torch library."""
     programs: Dict[str, None] = {}
     for rank in [rank for job in jobs for rank in job["ranks"]]:
         process = family.by_pid[rank["pid"]]

@@ -48,7 +48,7 @@ class Rank(NamedTuple):
 
 
 def survey(skipped: Sequence[int], write: Any) -> None:
-    """Write one line of JSON per process, after a line with its pid, so that the last pid is one that blocked."""
+    """Write two lines of JSON per process, the first with its pid: if the second is missing, the process blocked."""
     own = _ancestors(os.getpid())
     for pid in pids():
         now = stat(pid)

@@ -127,7 +127,7 @@ def _all_ended() -> Iterator[dict[int, _Running]]:
 
 
 def _end(given: Sequence[_Running]) -> None:
-    """End processes: first ask, so that ssh and srun end their remote side, then kill; state D is left behind."""
+    """End processes: first ask, so that ssh and srun end their remote side, then kill. Leaves one in state D behind."""
     for number, seconds in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
         left = [child.process for child in given if child.process.poll() is None]
         for process in left:

@@ -44,7 +44,7 @@ def load_pickle(data: bytes, most_values: int = MOST_VALUES) -> Any:
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Based on the unpickler in Python, whose opcodes can be restricted and which lets other threads run."""
+    """Uses the unpickler written in Python, whose opcodes can be restricted and which lets other threads run."""
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]

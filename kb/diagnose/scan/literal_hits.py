@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 REACH = 2048  # bytes of an overlong line on either side of a literal that are examined
-NEAR = 1024  # the part of `REACH` that follows each literal of the same span
+NEAR = 1024  # bytes of `REACH` that must follow each literal of a span
 PIECE = re.compile(rb"[^\r\n]{1,%d}" % (2 * REACH))
 OVERLAP = 256  # bytes that consecutive pieces share
 LINE_ENDS = b"\r\n"

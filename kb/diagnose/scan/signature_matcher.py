@@ -54,7 +54,7 @@ class Pattern:
 
 
 class Matcher:
-    """Finds literals. The owners of a literal are numbers of patterns and of kinds of lines; the latter are negative.
+    """Finds literals. The owners of a literal are the numbers of patterns and, negative, the kinds of lines.
 
     A pattern without a literal (one that ignores case) is tried on every line.
     """

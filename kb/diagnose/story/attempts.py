@@ -17,8 +17,8 @@ DRAWING = re.compile(r"[\^~│╰╭\s]*$|Traceback")
 WORD = re.compile(r"\w{3}")
 CODE_STARTS = ("  ", "\t", "│", "|", "╭", "╰")
 FOLDER = re.compile(r"(?:^|/)attempt_(\d{1,4})(?:/|$)")  # in torchrun's --log-dir
-SHORTEST = 5  # least lines of an attempt, since a launcher may announce a restart twice
-RESUMED = 5  # lines with a counter after a failure from which on the ranks were started again
+SHORTEST = 5  # fewest lines of an attempt, since a launcher may announce a restart twice
+RESUMED = 5  # lines with a counter after a failure that show that the ranks were started again
 
 
 def read_attempts(lines: Iterable[StoryLine]) -> list[Attempt]:

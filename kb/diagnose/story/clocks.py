@@ -15,7 +15,7 @@ from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.lines import StoryLine
 from kb.diagnose.story.progress import TRAIN, Progress, read_progress
 
-LEAST_STEPS = 3  # least steps that two logs must have in common
+LEAST_STEPS = 3  # steps that two logs must have in common
 LEAST_SKEW_S = 5.0  # a smaller skew may just be a rank that prints later
 SPREAD_S, SPREAD = 2.0, 0.05  # how much the differences may vary: seconds, and a fraction of the skew
 STEPS = ("step", "iteration", "global_step", "global step", "train_step", "it", "iter")

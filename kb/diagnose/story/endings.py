@@ -147,7 +147,7 @@ class Endings:
 
     @property
     def has_aborted_waiting(self) -> bool:
-        """Whether C++ ended processes that waited, which leaves no traceback, as when they fail themselves."""
+        """Whether C++ ended processes that waited. They leave no traceback, like processes that fail themselves."""
         return bool(self.gave_up or self.aborts)
 
     def _add(self, rank: int, code: int, line: StoryLine) -> None:

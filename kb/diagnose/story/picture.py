@@ -57,7 +57,7 @@ def extent(attempt: AttemptSummary) -> str:
 
 
 def svg_picture(attempt: AttemptSummary) -> str:
-    """The SVG: a row per rank and a bar per span, whose title is its last progress line.
+    """The SVG: a row per rank and a bar per span, whose title is its last progress.
 
     It has no script and no style sheet, which a page's policy may refuse.
     """

@@ -13,7 +13,7 @@ from kb.diagnose.story.fact import Fact, FactKind
 from kb.diagnose.story.progress import RESUME, Progress
 from kb.diagnose.story.timeline import Attempt
 
-WINDOW = 5  # least reports of the loss before the resume
+WINDOW = 5  # reports of the loss that are needed before the resume
 ABOVE, LEAST_RISE = 2.0, 0.5  # rise of the loss: a multiple of the loss before, and an absolute value
 AS_AT_START = 0.25  # relative difference within which the loss is as high as in the first report
 

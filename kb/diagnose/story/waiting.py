@@ -16,7 +16,7 @@ from kb.diagnose.story.timeline import STEP_LABELS, Attempt, RankTimeline
 from kb.diagnose.story.tracebacks import Traceback
 from kb.harness.collective import name_ranks
 
-LEAST_COUNTS = 2  # different counts that a busy rank prints at least
+LEAST_COUNTS = 2  # different counts that a busy rank must print
 LEAST_ANONYMOUS_COUNTS = 3
 MOST_RANKS = 64  # that are examined one by one
 REACH = 60  # seconds or lines; activity that ended earlier before the others gave up does not count
@@ -60,7 +60,7 @@ class _Wait:
 
 
 def late_ranks(attempt: Attempt) -> Iterator[Fact]:
-    """Facts about ranks that made progress while others waited, and then lost those, which had timed out."""
+    """Facts about ranks that made progress while their peers waited until a timeout, and then lost these peers."""
     failures = {rank: failure for rank, failure in attempt.failures.items() if failure.has_waited}
     gave_up = {rank: failure for rank, failure in failures.items() if not failure.has_lost}
     if not gave_up or not attempt.is_ordered:
