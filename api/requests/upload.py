@@ -71,7 +71,7 @@ class Upload:
         return message
 
     async def leave(self) -> None:
-        """Wait until the client has left. Never returns while the body arrives: then whoever reads it gets the error."""
+        """Wait until the client has left. Never returns while the body arrives: then its reader gets the error."""
         if not self._has_ended:
             await never()
         await wait_until_gone(self._receive)
