@@ -173,7 +173,8 @@ def test_a_likeness_of_words_is_called_that(answer: Answer) -> None:
     assert result.findings
     assert {finding.role for finding in result.findings} == {"similar"}
     assert all(
-        finding.against == ("none of its signatures was printed; only the wording is similar",) for finding in result.findings
+        finding.against == ("none of its signatures was printed; only the wording is similar",)
+        for finding in result.findings
     )
 
 
