@@ -99,14 +99,14 @@ def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") ->
 
 
 def save_fp8(folder: Path) -> None:
-    """Make the saved model one that is published in FP8, all scales 1."""
+    """Make the saved model one that is published in FP8."""
     import torch
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
     weights = load_file(str(folder / "model.safetensors"))
     for name in [name for name in weights if name.endswith("_proj.weight")]:
-        weights[name] = weights[name].to(torch.float8_e4m3fn)
-        weights[name + "_scale_inv"] = torch.ones(1, 1)
+        weights[name] = (weights[name] * 64).to(torch.float8_e4m3fn)
+        weights[name + "_scale_inv"] = torch.full((1, 1), 1 / 64)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [WIDTH, WIDTH]}
@@ -130,7 +130,8 @@ def load(ctx: Context, *, quantized: str) -> None:
         if fp8:
             save_fp8(folder)
         if quantized == "fp8, saved again":
-            make.from_pretrained(folder, dtype=torch.bfloat16, **fp8).save_pretrained(folder / "again")
+            model = make.from_pretrained(folder, dtype=torch.bfloat16, **fp8)
+            model.save_pretrained(folder / "again", save_original_format=False)
     ctx.meet("saved")
     ctx.init_process_group(timeout_s=20)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
@@ -148,6 +149,28 @@ def load(ctx: Context, *, quantized: str) -> None:
     full = WIDTH * WIDTH // 2 if quantized == "4bit" else WIDTH * WIDTH * 2
     tensors = [weight.data, getattr(weight, "ds_tensor", None)]
     judge(sum(t.numel() * t.element_size() for t in tensors if t is not None), full)
+
+
+def copy(ctx: Context, *, as_loaded: bool) -> None:
+    """Load a model in FP8 as bfloat16, save it, and load the copy."""
+    import torch
+    import transformers
+
+    make, folder = transformers.AutoModelForCausalLM, Path(ctx.path("copy%d" % ctx.rank))
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "vocab_size": 64, "num_hidden_layers": 1}
+    make.from_config(transformers.LlamaConfig(num_attention_heads=2, **sizes)).save_pretrained(folder)
+    save_fp8(folder)
+    model = make.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+    )
+    ctx.reached()
+    model.save_pretrained(folder / "again", **({"save_original_format": False} if as_loaded else {}))
+    assert quantization(folder / "again") is None
+    again = make.from_pretrained(folder / "again", dtype=torch.bfloat16)
+    before, after = (float(one.model.layers[0].mlp.up_proj.weight.float().std()) for one in (model, again))
+    if abs(after / before - 1) > 0.01:
+        raise Symptom("the weights of the copy are %.0f times the weights of the model" % (after / before))
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, again.model.layers[0].mlp.up_proj.weight)
 
 
 def quantization(model: Path) -> Any:
@@ -197,6 +220,7 @@ WHOLE = symptom(r"this rank holds \d+ bytes of a layer of \d+ bytes under ZeRO-3
 REAL = {"torch": ">=2.4", "deepspeed": ">=0.16", "bitsandbytes": ">=0.48"}
 LOADER = {**REAL, "transformers": ">=5.0"}
 FP8 = {"torch": ">=2.4", "deepspeed": ">=0.16", "transformers": ">=5.0"}
+PACKS_AGAIN = {"torch": ">=2.4", "transformers": ">=5.10"}
 
 
 def pair(
@@ -231,11 +255,16 @@ CAST, SAME = (
 )
 LATE, SHARDED = "the model is quantized while it is loaded", "the model is not quantized"
 AGAIN = "one process dequantizes it before, and saves it without quantization"
+PACKED, FLOATS = (
+    "save_pretrained packs the dequantized weights into FP8 again, and config.json does not say so",
+    "save_original_format=False saves the weights as they were loaded",
+)
+WRONG = symptom(r"the weights of the copy are \d+ times the weights of the model")
 OTHERS = symptom(r"\d+ of \d+ packed bytes are others after deepspeed.initialize")
 STANDS_FOR = "the engine of ZeRO-3, and layers of bitsandbytes"
 half, bf16 = (partial(train, bits=4, storage=storage) for storage in ("float16", "bfloat16"))
 packed, fp8, again, whole = (partial(load, quantized=how) for how in ("4bit", "fp8", "fp8, saved again", ""))
-copied, alone = (partial(partition, copy=copy) for copy in (True, False))
+copied, alone = (partial(partition, copy=twice) for twice in (True, False))
 
 probe = Probe(
     check=check,
@@ -251,5 +280,6 @@ probe = Probe(
         pair("storage-stage-2", partial(half, stage=2), partial(bf16, stage=2), CAST, SAME, expect=OTHERS),
         pair("loading", packed, whole, LATE, SHARDED, LOADER),
         pair("dequantized", fp8, again, "the model is saved in FP8 and dequantized at loading", AGAIN, FP8),
+        pair("copy", partial(copy, as_loaded=False), partial(copy, as_loaded=True), PACKED, FLOATS, PACKS_AGAIN, WRONG),
     ),
 )
