@@ -1,0 +1,230 @@
+"""Two ranks train with DDP over a link which needs 0.2 s for their gradients, as PCIe does for larger ones; a sleep for
+each sample stands for what a GPU computes. The samples per second of both are compared with those of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Callable, List, Mapping, Optional, Sequence
+
+from kb.namespaces import join_nodes, own_network, run_two_nodes
+from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, Unavailable, completed, symptom
+
+NIC = "kb0"  # an end of the cable
+WIDTH, LAYERS, MBIT, SAMPLE_S, MANY = 724, 2, 160, 0.05, 12
+
+
+def compare_speed(
+    model: Any, backward: Callable[[Any, Any], None], batch: Any, samples: int, steps: int
+) -> List[float]:
+    """The test of the entry: samples/s of one rank, of all without and of all with all-reduce. `backward(module,
+    batch)` is forward, loss and backward, without `step()`."""
+    import torch
+    import torch.distributed as dist
+
+    world, rates = dist.get_world_size(), []
+    for ranks, module in ((1, model.module), (world, model.module), (world, model)):
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(steps if dist.get_rank() < ranks else 0):
+            backward(module, batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier()
+        rates.append(ranks * steps * samples / (time.perf_counter() - started))
+    model.zero_grad()
+    return rates
+
+
+def describe(world: int, rates: Sequence[float]) -> str:
+    line = "%d ranks do %.2f times the samples/s of one: alone %.2f, all without all-reduce %.2f, with it %.2f"
+    return line % (world, rates[2] / rates[0], *rates)
+
+
+def train(
+    node: Context,
+    *,
+    modelled: bool,
+    batch_size: int = 1,
+    accumulation: int = 1,
+    synchronise: str = "each",
+    adapter: bool = False,
+    hook: str = "",
+    ddp: Optional[Mapping[str, Any]] = None,
+) -> None:
+    if not modelled:
+        own_network()
+        join_nodes(node, NIC)
+        os.environ["GLOO_SOCKET_IFNAME"] = NIC
+        limit()
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Pause(torch.autograd.Function):  # type: ignore[misc]
+        """A third of the time of a sample in the forward, two thirds in the backward, as in a GPU."""
+
+        @staticmethod
+        def forward(_: Any, x: Any) -> Any:
+            time.sleep(len(x) * SAMPLE_S / LAYERS / 3)
+            return x.clone()
+
+        @staticmethod
+        def backward(_: Any, *gradients: Any) -> Any:
+            time.sleep(len(gradients[0]) * SAMPLE_S / LAYERS * 2 / 3)
+            return gradients[0]
+
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(not adapter)
+            self.low = torch.nn.Linear(WIDTH, 2, bias=False) if adapter else None
+            self.high = torch.nn.Linear(2, WIDTH, bias=False) if adapter else None
+
+        def forward(self, x: Any) -> Any:
+            out = self.base(x)
+            if self.low is not None and self.high is not None:
+                out = out + self.high(self.low(x))
+            return Pause.apply(out)
+
+    sent: List[int] = []  # bytes of each all-reduce
+
+    def link(group: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        size = buffer.numel() * (2 if hook else buffer.element_size())
+        sent.append(size)
+        if modelled:
+            time.sleep(size * 8 / 1e6 / (MBIT // 2 if hook else MBIT))
+        return (default_hooks.bf16_compress_hook if hook else default_hooks.allreduce_hook)(group, bucket)
+
+    link.__annotations__.clear()  # torch compares them with its own
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    node.init_process_group(timeout_s=30)
+    net = torch.nn.Sequential(*[Layer() for _ in range(LAYERS)])
+    model = DistributedDataParallel(net, **(ddp or {}))
+    model.register_comm_hook(None, link)
+    gradients = 4 * sum(p.numel() for p in net.parameters() if p.requires_grad)
+    samples = batch_size * accumulation
+    inputs = torch.full((samples, WIDTH), float(node.rank + 1), requires_grad=True)
+    inputs_of = list(inputs.split(batch_size))
+
+    def backward(module: Any, window: Any) -> None:
+        def forward(batch: Any) -> Any:
+            return module(batch).mean()
+
+        if synchronise == "each":
+            for batch in window:
+                (forward(batch) / accumulation).backward()
+            return
+        for number, batch in enumerate(window):
+            with nullcontext() if number == accumulation - 1 else model.no_sync():
+                loss = forward(batch) / accumulation
+                loss.backward()
+
+    for _ in range(2):  # DDP builds its buckets in the first step
+        model(inputs_of[0]).mean().backward()
+    model.zero_grad()
+    node.reached()
+    check_average(model, backward, inputs_of)
+    sent.clear()
+    steps = 3 if samples == 1 else 1
+    rounds, ratio = 0, 1.0
+    best = [0.0] * 3  # what else the machine does only lowers a rate
+    while rounds < 5 and 0.8 < ratio < 1.25:  # until it is clear
+        best = list(map(max, best, compare_speed(model, backward, inputs_of, samples, steps)))
+        rounds, ratio = rounds + 1, best[2] / best[0]
+    line = describe(2, best)
+    per_window = gradients // (2 if hook else 1) * (accumulation if synchronise == "each" else 1)
+    assert sum(sent) == per_window * steps * rounds, (sent, per_window, steps, rounds)
+    node.note(said=line, bytes_per_sample=per_window // samples)
+    if ratio < 1:
+        raise Symptom("%s; %.2f MB of gradients are all-reduced per sample" % (line, per_window / samples / 1e6))
+    assert ratio > 1.2, line
+
+
+def check_average(model: Any, backward: Callable[[Any, Any], None], window: Any) -> None:
+    """All arms train: the ranks end with one gradient, the mean of theirs."""
+    import torch
+    import torch.distributed as dist
+
+    backward(model.module, window)
+    own = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    for gradient in own:
+        dist.all_reduce(gradient)
+    model.zero_grad()
+    backward(model, window)
+    means = [p.grad for p in model.parameters() if p.requires_grad]
+    for mean, total in zip(means, own):
+        assert torch.allclose(mean, total / 2, rtol=0.02, atol=1e-6), (mean, total / 2)
+    model.zero_grad()
+
+
+def limit() -> None:
+    options = ["dev", NIC, "root", "tbf", "rate", "%dmbit" % MBIT, "burst", "64kb", "latency", "400ms"]
+    ran = subprocess.run(["tc", "qdisc", "add", *options], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise Unavailable("tc cannot limit the rate of a link here: %s" % ran.stderr.strip())
+
+
+def over_cable(ctx: Context, **how: Any) -> None:
+    run_two_nodes(ctx, partial(train, modelled=False, **how))
+
+
+SLOWER = symptom(r"2 ranks do 0\.\d+ times the samples/s of one: alone \S+, all without all-reduce \S+, with it ")
+CABLE = "two cards without P2P: two networks of this host and a cable of limited rate; a sleep for what a GPU computes"
+PAUSE = "a link between two cards: a pause of as long as the bytes of a bucket take; a sleep for what a GPU computes"
+
+
+def experiment(name: str, because: str, fix: str, change: Mapping[str, Any], **common: Any) -> Experiment:
+    modelled = common.pop("modelled", True)
+    job: Any = partial(train, modelled=True) if modelled else over_cable
+    fidelity, stands_for = ("model", PAUSE) if modelled else ("stand-in", CABLE)
+    return Experiment(
+        name=name,
+        control=Arm(partial(job, **common), SLOWER, because, fidelity, stands_for),
+        treatment=Arm(partial(job, **{**common, **change}), completed(), fix, fidelity, stands_for),
+        world_size=2 if modelled else 1,
+        needs=Needs(packages={"torch": ">=2.1"}, programs=() if modelled else ("tc",)),
+        deadline_s=90,
+        expected_s=(6.0, 4.0),
+    )
+
+
+SMALL = "each step all-reduces all gradients for one sample per rank"
+LARGE = "the same all-reduce serves %d samples per rank" % MANY
+MORE = {"batch_size": MANY}
+
+probe = Probe(
+    experiments=(
+        experiment("batch", SMALL, LARGE, MORE, modelled=False),
+        experiment("batch-model", SMALL, LARGE, MORE),
+    ),
+    variants=(
+        experiment(
+            "accumulation",
+            "%d micro-batches are accumulated, and each of them all-reduces all gradients" % MANY,
+            "no_sync: only the last micro-batch all-reduces",
+            {"synchronise": "last"},
+            accumulation=MANY,
+        ),
+        experiment("adapter", SMALL, "an adapter is trained, with less than 1/100 of the gradients", {"adapter": True}),
+        experiment(
+            "buckets",
+            "larger buckets, gradients as views of them and a static graph, which all-reduce as many bytes",
+            LARGE,
+            MORE,
+            ddp={"bucket_cap_mb": 200, "gradient_as_bucket_view": True, "static_graph": True},
+        ),
+        experiment(
+            "bf16-hook",
+            "half the bytes, still for one sample per rank, over a link of half the rate",
+            LARGE,
+            MORE,
+            hook="bf16",
+        ),
+    ),
+)
