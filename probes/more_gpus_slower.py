@@ -131,10 +131,10 @@ def train(
     node.reached()
     check_average(model, backward, inputs_of)
     sent.clear()
-    steps = 3 if samples == 1 else 1
+    steps = 6 if adapter else 3 if samples == 1 else 1
     rounds, ratio = 0, 1.0
     best = [0.0] * 3  # what else the machine does only lowers a rate
-    while rounds < 2 or (rounds < 5 and 0.8 < ratio < 1.25):  # until it is clear
+    while rounds < 2 or (rounds < 10 and 0.8 < ratio < 1.25):  # until it is clear
         best = list(map(max, best, compare_speed(model, backward, inputs_of, samples, steps)))
         rounds, ratio = rounds + 1, best[2] / best[0]
     line = describe(2, best)
