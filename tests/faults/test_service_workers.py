@@ -56,5 +56,5 @@ def test_a_killed_worker_takes_no_more_than_its_own_requests_along_and_is_replac
         assert sum(broken for _, broken, _ in ended) <= CLIENTS  # each client has one request in flight
         assert set().union(*(statuses for *_, statuses in ended)) == {200}
         assert sum(answered for answered, *_ in ended) > 100
-        assert f"worker {killed} is gone" in server.output
+        assert f"worker {killed} has exited" in server.output
         assert len(workers(server)) == 2
