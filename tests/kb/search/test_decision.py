@@ -24,7 +24,9 @@ TRIAGE = load_triage((builtin_root(),))
 NO_ENTRY = (
     pytest.param(
         "the scheduler puts both halves of my pipeline on the same rack and bubbles grow",
-        marks=pytest.mark.xfail(reason="scheduler and schedule are one term, and pipeline-deadlock has both", strict=True),
+        marks=pytest.mark.xfail(
+            reason="scheduler and schedule are one term, and pipeline-deadlock has both", strict=True
+        ),
     ),
     "the gpu util is low, a profiler shows gaps between kernels, how do I overlap host work",
     "two jobs share a node and one of them gets all the PCIe bandwidth",

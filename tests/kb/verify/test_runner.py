@@ -93,7 +93,9 @@ class Begun(dict[str, str]):
 
 
 @pytest.mark.slow
-def test_of_the_plans_that_wait_the_shortest_and_the_longest_begin_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_the_plans_that_wait_the_shortest_and_the_longest_begin_by_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One job at a time: the first plan begins as soon as it is read, and the others are read while it runs."""
     monkeypatch.setattr(runner, "JOBS", 1)
     catalog = load_catalog((builtin_root(),))
