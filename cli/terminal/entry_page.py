@@ -25,7 +25,7 @@ SENTENCE = (  # does not end inside code or bold type
 )
 FIX = re.compile(rf"(\d+)\. {SENTENCE}", re.DOTALL)  # the number and the name of a fix
 CAUSE = re.compile(rf"\d+\. (?:\*\*[^*]+\*\* )?{SENTENCE}", re.DOTALL)  # a title says less than the sentence after it
-MOST_OF_FIXES = 2400  # columns, about a page of a terminal; the fixes that help most often come first
+MOST_OF_FIXES = 2100  # columns, about a page of a terminal; the fixes that help most often come first
 
 
 def sections(entry: Entry, lang: Language) -> dict[str, str]:

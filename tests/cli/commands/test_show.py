@@ -101,7 +101,7 @@ def test_words_behind_code_that_is_wider_than_half_a_line_fill_their_line() -> N
 def test_the_page_beside_a_dead_job_is_short(catalog: Catalog) -> None:
     short = resolve_name("kb.cli.terminal.entry_page:short_page")
     sources = [short(entry, "en", ["GPU arms: never run on hardware"], catalog.entries) for entry in catalog]
-    for width, usual, most in ((100, 80, 118), (80, 90, 130)):
+    for width, usual, most in ((100, 75, 105), (80, 85, 120)):
         lengths = [len(rendered(source, width).splitlines()) for source in sources]
         assert median(lengths) <= usual
         assert max(lengths) <= most
