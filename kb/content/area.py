@@ -23,7 +23,7 @@ class Area(StrEnum):
     MODEL = "model", "the model's own code: forward, backward, devices, adapters, torch.compile, kernels"
     NUMERICS = "numerics", "NaN, loss, precision, gradients, learning rate, reproducibility"
     MEMORY = "memory", "GPU or host memory runs out"
-    DATA = "data", "data sets, preprocessing, samplers and data loaders"
+    DATA = "data", "datasets, preprocessing, samplers and data loaders"
     CHECKPOINT = "checkpoint", "saving, loading, converting, resuming and downloading weights"
     GENERATION = "generation", "text generation inside training: evaluation, rollouts, RL with an inference engine"
 

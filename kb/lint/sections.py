@@ -170,7 +170,7 @@ def folklore(file: EntryFile) -> Iterator[Remark]:
                 if words in text and "transport" not in file.meta.tags:
                     yield block.line + number, f"{words} is not a fix here: the entry does not have the tag transport"
             if CACHE_FOLKLORE.search(text):
-                yield block.line + number, "this deletes every downloaded model and data set: delete one directory only"
+                yield block.line + number, "this deletes every downloaded model and dataset: delete one directory only"
 
 
 def _order(
