@@ -182,38 +182,70 @@ def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
         assert ema.module(torch.ones(2, 8)).shape == (2, 1)
 
 
-def alone(ctx: Context, *, way: str, right: bool) -> None:
-    """One process: an EMA in bf16, and one that is resumed without its counter."""
-    import torch
+def half(ctx: Context, *, way: str) -> None:
+    """One process that trains in bf16, with an EMA of the same dtype or in float32."""
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
-    model = network().bfloat16() if way == "bf16" else network()
+    model = network().bfloat16()
     ema = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999))
-    if right or way != "bf16":
+    if way == "float32":
         ema.module.float()
     before = values(ema.module)
     ctx.reached()
-    learn(model, lambda: ema.update_parameters(model) if ema.n_averaged else ema.n_averaged.add_(1))
-    if way == "bf16":
-        if lines := check_ema(model, ema.module, before):
-            raise Symptom("; ".join(lines))
-        return
-    saved = {"ema": ema.state_dict() if right else ema.module.state_dict()}
-    ema = AveragedModel(model, avg_fn=get_ema_avg_fn(0.999))
-    (ema if right else ema.module).load_state_dict(saved["ema"])
-    ema.update_parameters(model)
-    pairs = list(zip(ema.module.parameters(), model.parameters()))
+    ema.n_averaged.add_(1)  # the first update would copy
+    learn(model, lambda: ema.update_parameters(model))
+    if lines := check_ema(model, ema.module, before):
+        raise Symptom("; ".join(lines))
+
+
+def resume(ctx: Context, *, way: str) -> None:
+    """One process saves its EMA, loads it into a new one, and updates that once."""
+    import torch
+    from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+    model = network()
+    ema, new = (AveragedModel(model, avg_fn=get_ema_avg_fn(0.999)) for _ in range(2))
+    ctx.reached()
+    learn(model, lambda: ema.update_parameters(model))
+    if way == "state":
+        new.load_state_dict(ema.state_dict())
+    else:
+        new.module.load_state_dict(ema.module.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    new.update_parameters(model)
+    pairs = list(zip(new.module.parameters(), model.parameters()))
     same = sum(torch.equal(average, p) for average, p in pairs)
     if same:
         raise Symptom("EMA: %d of %d weights equal the model's after a resume" % (same, len(pairs)))
 
 
-def pair(name: str, job: Callable[..., None], wrong: Any, right: Any, expect: Expect, **given: Any) -> Experiment:
-    torch, world, change = given.pop("torch", ">=2.3"), given.pop("world", 2), given.pop("change", "way")
+WAYS = {
+    "names": "parameters are looked up by name, and DDP has prefixed the names with `module.`",
+    "switch": "AveragedModel with get_ema_avg_fn, made of the model before DDP and updated in each optimizer step",
+    "unwrapped": "parameters are looked up in the unwrapped model, and buffers are copied",
+    "parameters": "parameters of the unwrapped model are averaged, buffers are left alone",
+    "use_buffers": "AveragedModel with use_buffers=True, which averages integers too",
+    "rank-zero": "only rank 0 updates its EMA",
+    "each": "the EMA is updated in each of four micro-batches",
+    "references": "the EMA reads a list of parameters from before fully_shard",
+    "late": "the EMA is made of a model that is sharded already",
+    "whole": "the model is sharded, the EMA is not",
+    "both": "the EMA is made before sharding, and both are sharded in the same way",
+    "bf16": "the EMA is in bf16, as the model",
+    "float32": "the EMA is in float32",
+    "module": "only the averaged module is saved and loaded",
+    "state": "the whole AveragedModel is saved and loaded, with n_averaged",
+}
+
+
+def pair(name: str, job: Callable[..., None], wrong: str, right: str, expect: Expect, **given: Any) -> Experiment:
+    torch, world = given.pop("torch", ">=2.3"), given.pop("world", 2)
     return Experiment(
         name=name,
-        control=Arm(partial(job, **given, **{change: wrong}), expect=expect, because=str(wrong), fidelity="cpu"),
-        treatment=Arm(partial(job, **given, **{change: right}), expect=completed(), because=str(right), fidelity="cpu"),
+        control=Arm(partial(job, way=wrong, **given), expect=expect, because=WAYS[wrong], fidelity="cpu"),
+        treatment=Arm(partial(job, way=right, **given), expect=completed(), because=WAYS[right], fidelity="cpu"),
         needs=Needs(packages={"torch": torch}),
         world_size=world,
         deadline_s=60.0,
@@ -241,7 +273,7 @@ probe = Probe(
         pair("deepcopy", sharded, "late", "both", COPY, **FSDP2),
         pair("not-sharded", sharded, "whole", "both", MIXED, **FSDP2),
         pair("fsdp1", sharded, "whole", "both", SIZE, fsdp1=True, **FSDP1),
-        pair("bf16", alone, False, True, symptom(r"EMA: \d of 9 tensors"), change="right", way="bf16", world=1),
-        pair("resume", alone, False, True, symptom(r"EMA: 5 of 5 weights"), change="right", way="resume", world=1),
+        pair("bf16", half, "bf16", "float32", symptom(r"EMA: \d of 9 tensors"), world=1),
+        pair("resume", resume, "module", "state", symptom(r"EMA: 5 of 5 weights"), world=1),
     ),
 )
