@@ -188,7 +188,10 @@ def fsdp1(ctx: Context, *, deferred: bool) -> None:
     optimizer = make_optimizer(model)
     calls = count()
     ctx.reached()
-    ask = lambda last: model.no_sync() if deferred and not last else contextlib.nullcontext()  # noqa: E731
+
+    def ask(last: bool) -> Any:
+        return model.no_sync() if deferred and not last else contextlib.nullcontext()
+
     seen = train(ctx, model, optimizer, ask)
     with FullyShardedDataParallel.summon_full_params(model):
         compare(model, expected)
@@ -249,16 +252,13 @@ def arms(job: Callable[..., None], key: str, control: Any, treatment: Any, **fix
     return partial(job, **{key: control}, **fixed), partial(job, **{key: treatment}, **fixed)
 
 
-FULL, OF_FOUR = (
-    symptom(r"a rank holds 2048 gradient elements between micro-batches, its shard has %d$" % part)
-    for part in (1024, 512)
-)
-OFTEN, REPLICAS = (
-    symptom(r"each optimizer step makes 24 calls of %s, one per layer is 8$" % kind)
-    for kind in ("reduce-scatter", "all-reduce")
-)
+FULL = symptom(r"a rank holds 2048 gradient elements between micro-batches, its shard has 1024$")
+OF_FOUR = symptom(r"a rank holds 2048 gradient elements between micro-batches, its shard has 512$")
+OFTEN = symptom(r"each optimizer step makes 24 calls of reduce-scatter, one per layer is 8$")
+REPLICAS = symptom(r"each optimizer step makes 24 calls of all-reduce, one per layer is 8$")
 EACH, NO_SYNC, LAST = "a reduction in each micro-batch", "none before the last micro-batch", "an all-reduce in the last"
-FSDP2, SWITCH = arms(fsdp2, "way", "no-sync", "each"), partial(arms, accelerate, "sync_each_batch", False, True)
+FSDP2 = arms(fsdp2, "way", "no-sync", "each")
+SWITCH = partial(arms, accelerate, "sync_each_batch", False, True)
 TRAFFIC = arms(fsdp2, "way", "each", "no-sync", watched="reduce-scatter")
 MEMORY = arms(fsdp2, "way", "no-sync", "reduce-scatter", replicas=2)
 BETWEEN = arms(fsdp2, "way", "each", "reduce-scatter", watched="all-reduce", replicas=2)

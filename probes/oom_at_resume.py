@@ -138,13 +138,7 @@ def parts(ctx: Context, *, way: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-        set_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
     assert way in ("full", "rank 0", "sharded"), way
     ctx.init_process_group(timeout_s=60).all_reduce(torch.ones(1))
@@ -184,29 +178,55 @@ def parts(ctx: Context, *, way: str) -> None:
         scheduler.load_state_dict(state["scheduler"])
         step = state["step"]
         del state
-    elif way == "rank 0":
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state, rest = {"model": {}, "optimizer": {}}, [None, None]
-        if dist.get_rank() == 0:
-            state = torch.load(path, map_location="cpu")
-            assert all(isinstance(name, str) for name in state["optimizer"]["state"]), "not of get_state_dict"
-            rest = [state["scheduler"], state["step"]]
-        set_model_state_dict(model, state["model"], options=options)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-        dist.broadcast_object_list(rest, src=0)
-        scheduler.load_state_dict(rest[0])
-        step = rest[1]
-        del state
     else:
-        options = StateDictOptions(full_state_dict=True)
-        state = torch.load(path, map_location=ctx.device)
-        set_model_state_dict(model, state["model"], options=options)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-        scheduler.load_state_dict(state["scheduler"])
-        step = state["step"]
-        del state
+        load = load_on_every_rank if way == "full" else load_on_rank_0
+        step = load(ctx, path, model, optimizer, scheduler)
     train(ctx, model, optimizer, scheduler, range(step, LAST))
     assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run went another way"
+
+
+def load_on_every_rank(ctx: Context, path: str, model: Any, optimizer: Any, scheduler: Any) -> Any:
+    """Each rank puts the full state on its device and takes its part. Returns the step."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(full_state_dict=True)
+    state = torch.load(path, map_location=ctx.device)
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    scheduler.load_state_dict(state["scheduler"])
+    return state["step"]
+
+
+def load_on_rank_0(_: Context, path: str, model: Any, optimizer: Any, scheduler: Any) -> Any:
+    """Rank 0 reads the full state to its host and sends tensor by tensor. Returns the step."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    state: Any
+    rest: Any
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state, rest = {"model": {}, "optimizer": {}}, [None, None]
+    if dist.get_rank() == 0:
+        state = torch.load(path, map_location="cpu")
+        assert all(isinstance(name, str) for name in state["optimizer"]["state"]), "not of get_state_dict"
+        rest = [state["scheduler"], state["step"]]
+    set_model_state_dict(model, state["model"], options=options)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+    dist.broadcast_object_list(rest, src=0)
+    scheduler.load_state_dict(rest[0])
+    step = rest[1]
+    del state
+    return step
 
 
 FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU

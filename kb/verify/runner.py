@@ -86,7 +86,7 @@ def verify(
     try:
         while pending or waiting or not is_read:
             while waiting and len(pending) < JOBS:
-                _, number, plan = waiting.pop(-1 if len(futures) % 2 else 0)  # the longest, the shortest, the longest
+                _, number, plan = waiting.pop(-1 if len(futures) % 2 else 0)
                 futures[number] = _begin(plan, worker, pool)
                 pending.add(futures[number])
             if following is None and not is_read:
