@@ -37,25 +37,11 @@ WHYS = ("overflow", "masked-row", "no-label")
 FIXES = ("bfloat16", "at-source", "skip-together", "clip")
 
 
-def train(
-    ctx: Context,
-    *,
-    fixed: bool,
-    why: str = "",
-    fix: str = "",
-    dtype: str = "float16",
-    own_mean: bool = False,
-    clip: bool = False,
-    skips_alone: bool = False,
-) -> None:
-    """A DDP model of one layer; in step 3 the batch of rank 1 is a bad one. No loss scaler, as in bf16 training."""
+def build_model(fix: str, half: Any, *, own_mean: bool) -> Any:
+    """Attention over four tokens and a linear layer; its forward returns the loss. `half` is the type of its matmul."""
     import torch
+    from torch import distributed as dist
     from torch.nn import functional as F  # noqa: N812
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist = ctx.init_process_group(timeout_s=2 if skips_alone else 20)
-    why, fix = why or ctx.params["why"], (fix or ctx.params["fix"]) if fixed else ""
-    half = torch.bfloat16 if fix == "bfloat16" else getattr(torch, dtype)
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -82,20 +68,47 @@ def train(
                 loss = F.cross_entropy(logits, labels)  # the mean over this rank's labels
             return loss
 
-    model = DistributedDataParallel(Model().to(ctx.device))
+    return Model()
+
+
+def batch(device: Any, *, why: str, fix: str) -> Tuple[Any, Any, Any]:
+    """Inputs, attention mask and labels; bad ones for a `why`."""
+    import torch
+
+    x = torch.eye(8, device=device)[:4]
+    visible = torch.ones(4, 4, dtype=torch.bool, device=device)
+    labels = torch.tensor([0, 1, 0, 1], device=device)
+    if why == "overflow":
+        x = x * (250.0 if fix == "at-source" else 72000.0)  # float16 ends at 65504
+    visible[0] = why != "masked-row"
+    return x, visible, torch.full_like(labels, -100) if why == "no-label" else labels
+
+
+def train(
+    ctx: Context,
+    *,
+    fixed: bool,
+    why: str = "",
+    fix: str = "",
+    dtype: str = "float16",
+    own_mean: bool = False,
+    clip: bool = False,
+    skips_alone: bool = False,
+) -> None:
+    """A DDP model of one layer; in step 3 the batch of rank 1 is a bad one. No loss scaler, as in bf16 training."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=2 if skips_alone else 20)
+    why, fix = why or ctx.params["why"], (fix or ctx.params["fix"]) if fixed else ""
+    half = torch.bfloat16 if fix == "bfloat16" else getattr(torch, dtype)
+    model = DistributedDataParallel(build_model(fix, half, own_mean=own_mean).to(ctx.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx.reached()
     used: List[float] = []
     for step in range(STEPS):
-        x = torch.eye(8, device=ctx.device)[:4]
-        visible = torch.ones(4, 4, dtype=torch.bool, device=ctx.device)
-        labels = torch.tensor([0, 1, 0, 1], device=ctx.device)
-        if step == BAD_STEP and ctx.rank == 1:
-            if why == "overflow":
-                x = x * (250.0 if fix == "at-source" else 72000.0)  # float16 ends at 65504
-            visible[0] = why != "masked-row"
-            labels = torch.full_like(labels, -100) if why == "no-label" else labels
-        loss = model(x, visible, labels)
+        is_bad = step == BAD_STEP and ctx.rank == 1
+        loss = model(*batch(ctx.device, why=why if is_bad else "", fix=fix))
         if skips_alone and fix != "skip-together" and not torch.isfinite(loss):
             continue
         try:
@@ -111,17 +124,20 @@ def train(
             stepped = True
         used += [loss.item()] if stepped else []
         optimizer.zero_grad()
-    weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
-    broken = int((~weights.isfinite()).sum())
-    lost = sum(item != item for item in used)
-    ctx.note(losses_used=[round(item, 4) for item in used], nan_weights=broken)
     if skips_alone:
         ctx.meet("trained", timeout_s=15)  # the rank with fewer calls is alive and busy elsewhere, as in training
-    if lost:
-        raise Symptom(
-            f"the loss is nan in {lost} of {len(used)} steps, then {broken} of {len(weights)} weights are nan"
-        )
-    assert not broken and used[-1] < used[0], f"{broken} weights are nan, losses {used}"
+    judge(ctx, model, used)
+
+
+def judge(ctx: Context, model: Any, losses: List[float]) -> None:
+    """Raises `Symptom` if a step used a loss that is NaN, or weights are NaN or infinite."""
+    import torch
+
+    weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
+    broken = int((~weights.isfinite()).sum())
+    ctx.note(losses_used=[round(loss, 4) for loss in losses], nan_weights=broken)
+    report_nan(losses, broken, len(weights))
+    assert losses[-1] < losses[0], losses
 
 
 def step_if_finite(model: Any, optimizer: Any) -> bool:
@@ -155,7 +171,7 @@ def restore(ctx: Context, *, with_moments: bool) -> None:
         loss.backward()
         optimizer.step()
         losses += [loss.item()] if step != BAD_STEP else []
-    report_nan(losses, model.weight)
+    report_nan(losses, int(model.weight.isnan().sum()), model.weight.numel())
 
 
 def step_with_adam(ctx: Context, *, half_weights: bool, fused: bool = False) -> None:
@@ -172,15 +188,14 @@ def step_with_adam(ctx: Context, *, half_weights: bool, fused: bool = False) -> 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    report_nan(losses, weights.weight)
+    report_nan(losses, int(weights.weight.isnan().sum()), weights.weight.numel())
 
 
-def report_nan(losses: List[float], weights: Any) -> None:
-    lost, broken = sum(item != item for item in losses), int(weights.isnan().sum())
+def report_nan(losses: List[float], broken: int, weights: int) -> None:
+    """Raises `Symptom` if losses are NaN, or weights, of which `broken` are."""
+    lost = sum(loss != loss for loss in losses)
     if lost or broken:
-        raise Symptom(
-            f"the loss is nan in {lost} of {len(losses)} steps, then {broken} of {weights.numel()} weights are nan"
-        )
+        raise Symptom(f"the loss is nan in {lost} of {len(losses)} steps, then {broken} of {weights} weights are nan")
 
 
 def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
