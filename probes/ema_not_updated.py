@@ -145,7 +145,7 @@ def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
 
     ctx.init_process_group(timeout_s=20)
     mesh, decay, model = init_device_mesh("cpu", (2,)), 0.9, network()
-    old, options = list(model.parameters()), {"device_id": torch.device("cpu")}
+    old, options = list(model.parameters()), {"device_id": torch.device("cpu"), "use_orig_params": True}
     ema = AveragedModel(model, avg_fn=get_ema_avg_fn(decay))
     ema.module.float()
     ctx.reached()
@@ -156,7 +156,7 @@ def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
     else:
         from torch.distributed.fsdp import fully_shard
 
-        if way == "both":
+        if way in ("both", "validated"):
             for net in (model, ema.module):
                 for block in net.blocks:
                     fully_shard(block, mesh=mesh)
@@ -174,12 +174,22 @@ def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
                     average.lerp_(p, 1 - decay)
         else:
             ema.update_parameters(model)
+            validate()
+
+    def validate() -> None:
+        ema.module.eval()
+        batch = torch.ones(2, 8)
+        if fsdp1:
+            with FullyShardedDataParallel.summon_full_params(ema.module, writeback=False), torch.no_grad():
+                ema.module(batch)
+            return
+        with torch.no_grad():
+            ema.module(batch)
+        if way == "both":
+            ema.module.reshard()
 
     learn(model, update)
     judge(model, ema.module, before, reference(decay))
-    ema.module.eval()
-    with torch.no_grad():
-        assert ema.module(torch.ones(2, 8)).shape == (2, 1)
 
 
 def half(ctx: Context, *, way: str) -> None:
@@ -233,6 +243,7 @@ WAYS = {
     "late": "the EMA is made of a model that is sharded already",
     "whole": "the model is sharded, the EMA is not",
     "both": "the EMA is made before sharding, and both are sharded in the same way",
+    "validated": "both are sharded, and the EMA is not resharded after its forward",
     "bf16": "the EMA is in bf16, as the model",
     "float32": "the EMA is in float32",
     "module": "only the averaged module is saved and loaded",
@@ -256,6 +267,7 @@ def pair(name: str, job: Callable[..., None], wrong: str, right: str, expect: Ex
 ALL = symptom(r"EMA: 8 of 9 tensors have not moved, first blocks\.0\.weight")
 COPY = raised(r"AssertionError: FSDP does not support deepcopy")
 MIXED = raised(r"RuntimeError: aten\.copy_\.default.? got mixed torch\.Tensor and DTensor")
+ADDED = raised(r"RuntimeError: aten\.\w+\.\w+.? got mixed torch\.Tensor and DTensor")
 SIZE = raised(r"RuntimeError: The size of tensor a \(\d+\) must match the size of tensor b")
 BUFFERS = symptom(r"EMA: 3 of 9 tensors have not moved, first norm\.running_mean")
 INTEGERS = symptom(r"EMA: 1 integer buffers differ from the model's, first index")
@@ -272,6 +284,7 @@ probe = Probe(
         pair("references", sharded, "references", "both", symptom("EMA: 8 of 9 tensors have not"), **FSDP2),
         pair("deepcopy", sharded, "late", "both", COPY, **FSDP2),
         pair("not-sharded", sharded, "whole", "both", MIXED, **FSDP2),
+        pair("validated", sharded, "validated", "both", ADDED, **FSDP2),
         pair("fsdp1", sharded, "whole", "both", SIZE, fsdp1=True, **FSDP1),
         pair("bf16", half, "bf16", "float32", symptom(r"EMA: \d of 9 tensors"), world=1),
         pair("resume", resume, "module", "state", symptom(r"EMA: 5 of 5 weights"), world=1),
