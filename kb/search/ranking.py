@@ -80,10 +80,11 @@ def search(
         differences = (_difference(index, query, scoring, number, text) for number in ranked)
         hits = [replace(hit, difference=difference) for hit, difference in zip(hits, differences, strict=True)]
     preferred = preference(hits)[:limit] if preference else hits
+    is_about_something = decision.kind is not Kind.UNKNOWN or decision.is_vague  # "cook rice" is not "cool roce"
     return Answer(
         query=text,
         hits=tuple(preferred),
-        did_you_mean=did_you_mean,
+        did_you_mean=did_you_mean if is_about_something else "",
         kind=decision.kind,
         probability=round(decision.probability, 3),
         is_vague=decision.is_vague,

@@ -50,6 +50,11 @@ def test_nothing_is_asked_back_when_nothing_is_near(index: Index, asked: str) ->
     assert search(index, asked).did_you_mean == ""
 
 
+def test_nothing_is_asked_back_about_another_subject(index: Index) -> None:
+    """ "cook rice" has its nearest spelling in "cool roce"."""
+    assert search(index, "cook rice").did_you_mean == ""
+
+
 def test_nothing_is_respelled_in_what_was_pasted(index: Index) -> None:
     pasted = "timout of the chekpoint " * 20
     assert len(pasted) > A_QUESTION
