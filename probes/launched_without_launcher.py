@@ -101,7 +101,8 @@ def start_alone(ctx: Context, *, filled_in: bool) -> None:
     ctx.reached()
     if filled_in:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        if any(int(os.environ.get(name, "1")) > 1 for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")):
+        tasks = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+        if any(int(os.environ.get(name, "1")) > 1 for name in tasks):
             raise RuntimeError("srun or mpirun started several of these: each would train alone")
         for name, value in alone.items():
             os.environ.setdefault(name, value)
