@@ -15,7 +15,7 @@ def values(module: Any) -> Dict[str, Any]:
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
             name = name.replace(wrapper, "")
-        found[name] = (value.to_local() if hasattr(value, "to_local") else value).detach().clone()
+        found[name] = (value.to_local() if hasattr(value, "to_local") else value).detach().cpu().clone()
     return found
 
 
