@@ -77,6 +77,9 @@ class Decoded:
             self.table = torch.from_file(self.path, size=self.n * 65536, dtype=torch.uint8).view(self.n, 65536)
         return self.table[i].clone()
 
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**self.__dict__, "table": None}
+
 
 def decode(i: int) -> Any:
     import torch
