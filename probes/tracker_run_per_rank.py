@@ -147,7 +147,7 @@ def mlflow_runs(ctx: Context, *, way: str) -> None:
 
     mlflow.set_tracking_uri("file://" + ctx.path("mlruns"))
     client = mlflow.MlflowClient()
-    rank, shared = dist.get_rank(), [None]
+    rank, shared, loss = dist.get_rank(), [None], 1.0
     if rank == 0:
         experiment = client.create_experiment("e")
         shared = [client.create_run(experiment).info.run_id] if way == "one id" else [None]
@@ -158,12 +158,12 @@ def mlflow_runs(ctx: Context, *, way: str) -> None:
         with mlflow.start_run() if rank == 0 else contextlib.nullcontext():
             for step in range(STEPS):
                 if rank == 0:
-                    mlflow.log_metrics({"loss": 1.0}, step=step)
+                    mlflow.log_metrics({"loss": loss}, step=step)
     else:
         if rank == 0 or way != "rank 0, but all log":
             mlflow.start_run(run_id=shared[0])
         for step in range(STEPS):
-            mlflow.log_metrics({"loss": 1.0}, step=step)
+            mlflow.log_metrics({"loss": loss}, step=step)
         mlflow.end_run()
     dist.barrier()
     if rank == 0:
@@ -178,7 +178,7 @@ def tensorboard(ctx: Context, *, way: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:  # kb does not ask which release is installed
         raise Unavailable(str(error)) from error
-    folder, rank = ctx.path("runs"), dist.get_rank()
+    folder, rank, loss = ctx.path("runs"), dist.get_rank(), 1.0
     ctx.reached()
     writer: Any
     if way == "every":
@@ -187,7 +187,7 @@ def tensorboard(ctx: Context, *, way: str) -> None:
         writer = SummaryWriter(folder) if rank == 0 else None
     for step in range(STEPS):
         if writer is not None:
-            writer.add_scalar("loss", 1.0 + rank, step)
+            writer.add_scalar("loss", loss, step)
     if writer is not None:
         writer.close()
     dist.barrier()
