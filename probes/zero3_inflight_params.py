@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Callable
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, completed, raised
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 LAYERS, RECORDED, STEPS = 6, 3, 6
 
@@ -116,6 +116,30 @@ def interrupted(ctx: Context, *, whole: bool) -> None:
     assert engine.global_steps == STEPS
 
 
+def stale(ctx: Context, *, call_it: bool) -> None:
+    """With nothing gathered ahead no release raises. A step that skips layer 3 must leave its weights as they are."""
+    deepspeed = import_deepspeed()
+    engine = engine_of(ctx, build(), stage3_prefetch_bucket_size=0)
+    skipped_layer = engine.module.layers[3]
+
+    def weights() -> Any:
+        with deepspeed.zero.GatheredParameters([skipped_layer.weight]):
+            return skipped_layer.weight.detach().clone()
+
+    ctx.reached()
+    for step in range(STEPS):
+        before = weights()
+        output = engine(batch(ctx, step), 3 if step >= RECORDED else -1, call_it)
+        engine.backward(output.sum())
+        engine.step()
+        moved = (weights() - before).abs().max().item()
+        if step < RECORDED:
+            assert moved > 0.0
+        elif moved > 0.0:
+            raise Symptom("step %d left out layer 3, whose weights changed by up to %.1e" % (step, moved))
+    assert engine.global_steps == STEPS
+
+
 def empty(ctx: Context, *, kind: str) -> None:
     """A module whose only weight has no elements, so nothing makes ZeRO-3 gather it."""
     engine, plain = engine_of(ctx, build(kind)), build(kind)
@@ -130,6 +154,7 @@ OLD = {"torch": ">=2.1,<2.7", "deepspeed": ">=0.14,<0.15.3"}
 ANY = {"torch": ">=2.1", "deepspeed": ">=0.14"}
 LEFT = raised(r"still have inflight params \[\{'id': \d+, 'status': '(AVAILABLE|INFLIGHT)'")
 INFLIGHT = raised(r"AssertionError: \{'id': \d+, 'status': 'INFLIGHT'")
+CHANGED = symptom(r"step 3 left out layer 3, whose weights changed by up to \d")
 EMPTY = raised(r"\{'id': \d+, 'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0")
 SKIPS = "from the fourth step on the forward skips a layer that ZeRO-3 has already begun to gather"
 
@@ -184,6 +209,15 @@ probe = Probe(
             SKIPS,
             "the forward calls the layer in each step and adds its output times 0",
             OLD,
+        ),
+        pair(
+            "stale",
+            partial(stale, call_it=False),
+            partial(stale, call_it=True),
+            CHANGED,
+            "a step without layer 3 finds its gradient of the step before in ZeRO-3's buffer, and applies it again",
+            "the forward calls the layer in each step and adds its output times 0, so its gradient is 0",
+            ANY,
         ),
         pair(
             "interrupted",
