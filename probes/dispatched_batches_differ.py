@@ -154,6 +154,37 @@ def trainer(ctx: Context, *, accelerator_config: Dict[str, bool]) -> None:
     judge(ctx, sizes, seen, SAMPLES)
 
 
+def evaluation(ctx: Context, *, streamed: bool) -> None:
+    """The Trainer's metrics with dispatch_batches=False: of a stream, or of the same samples with random access."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    ctx.init_process_group(timeout_s=30)
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return {"loss": input_ids.float().mean(), "logits": input_ids[:, :1].float()}
+
+    def collate(samples: List[List[int]]) -> Dict[str, Any]:
+        return {"input_ids": pad(samples, WIDEST), "labels": torch.zeros(len(samples))}
+
+    count = SAMPLES + 1
+    options = {"use_cpu": True, "report_to": "none", "per_device_eval_batch_size": BATCH}
+    args = TrainingArguments(ctx.path("out"), accelerator_config={"dispatch_batches": False}, **options)
+    dataset = numbers(ctx, count) if streamed else list(map(tokens, range(count)))
+    job = Trainer(
+        Model(),
+        args,
+        eval_dataset=dataset,
+        data_collator=collate,
+        compute_metrics=lambda result: {"samples": len(result.predictions)},
+    )
+    ctx.reached()
+    samples = job.evaluate()["eval_samples"]
+    if samples != count:
+        raise Symptom("the metrics are of %d samples, the evaluation set has %d" % (samples, count))
+
+
 DIFFERENT = raised(r"You can't use batches of different size with `dispatch_batches=True`")
 BARE = raised(r"Sizes of tensors must match except in dimension 0")
 TEXT = raised(r"Can only concatenate tensors but got <class 'str'>")
@@ -209,6 +240,15 @@ probe = Probe(
             BARE,
             "the last batch has one sample: it is filled up with the first batch, which is narrower",
             config=(SPLIT, OFF),
+        ),
+        pair(
+            "evaluation",
+            evaluation,
+            symptom(r"the metrics are of \d+ samples, the evaluation set has 17"),
+            "the last group of the stream is filled up from its first one, and the metrics count these samples again",
+            "an evaluation set that is not streamed",
+            packages=TRAINER,
+            streamed=(True, False),
         ),
         pair("order", ORDER, MISSING, "each rank has its own order", "one seed", shuffled=("each its own", "one seed")),
         pair("split-twice", ORDER, MISSING, "the stream is already split by rank", "not split", split=(True, False)),
