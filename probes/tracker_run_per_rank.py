@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional
 
-from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Unavailable, completed, symptom
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
 STEPS = 4
 
@@ -173,11 +173,9 @@ def mlflow_runs(ctx: Context, *, way: str) -> None:
 
 def tensorboard(ctx: Context, *, way: str) -> None:
     dist = ctx.init_process_group(timeout_s=60)
-    try:
-        from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-not-found]
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:  # kb does not ask which release is installed
-        raise Unavailable(str(error)) from error
+    from tensorboard.backend.event_processing import event_accumulator  # type: ignore[import-not-found]
+    from torch.utils.tensorboard import SummaryWriter
+
     folder, rank, loss = ctx.path("runs"), dist.get_rank(), 1.0
     ctx.reached()
     writer: Any
@@ -200,6 +198,7 @@ TWO = symptom(r"2 runs for one job of 2 processes")
 DOUBLED = symptom(r"1 runs for one job of 2 processes, 8 points for 4 steps")
 LOST = symptom(r"4 of 4 evaluations are not in the run")
 WANDB, MLFLOW, TORCH = {"wandb": ">=0.19.5"}, {"mlflow": ">=2.11"}, {"torch": ">=2.1"}
+TENSORBOARD = {"tensorboard": ">=2.8"}
 ACCELERATE = {**WANDB, "accelerate": ">=0.30"}
 RANK_0, EVERY = "rank 0 starts the run, and the others write nothing", "every rank starts a run"
 SAME_ID = "every rank writes into the run of rank 0, so each step has two points"
@@ -244,6 +243,6 @@ probe = Probe(
         pair("mlflow-runs", mlflow_runs, "every -> rank 0", TWO, EVERY, RANK_0, MLFLOW),
         pair("mlflow-log", mlflow_runs, "rank 0, but all log -> rank 0", TWO, STARTS, RANK_0, MLFLOW),
         pair("mlflow-one-id", mlflow_runs, "one id -> rank 0", DOUBLED, SAME_ID, RANK_0, MLFLOW),
-        pair("tensorboard", tensorboard, "every -> rank 0", DOUBLED, TWO_WRITERS, RANK_0, TORCH),
+        pair("tensorboard", tensorboard, "every -> rank 0", DOUBLED, TWO_WRITERS, RANK_0, TENSORBOARD),
     ),
 )

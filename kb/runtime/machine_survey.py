@@ -35,8 +35,8 @@ PACKAGES = (
     "safetensors", "huggingface-hub", "flash-attn", "flash-attn-3", "flashinfer-python", "bitsandbytes", "xformers",
     "apex", "transformer-engine", "unsloth", "lightning", "pytorch-lightning", "megatron-core", "nemo-toolkit",
     "colossalai", "fairscale", "verl", "axolotl", "ms-swift", "ray", "vllm", "sglang", "nvidia-ml-py", "pynvml",
-    "nvidia-resiliency-ext", "mpi4py", "horovod", "webdataset", "wandb", "mlflow", "numpy", "scipy", "pandas",
-    "pyarrow", "protobuf", "setuptools", "packaging", "pip",
+    "nvidia-resiliency-ext", "mpi4py", "horovod", "webdataset", "wandb", "mlflow", "tensorboard", "numpy", "scipy",
+    "pandas", "pyarrow", "protobuf", "setuptools", "packaging", "pip",
 )  # fmt: skip
 
 
