@@ -1,4 +1,4 @@
-"""torch.compile and Triton build C and C++ at run time, and the image has no compiler, no Python.h or no libcuda.so."""
+"""torch.compile and Triton build C and C++ at run time, but the image lacks a compiler, Python.h or libcuda.so."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ int (*used)(void) = rank;
 
 
 def hide_compilers(ctx: Context) -> None:
-    """A PATH with an assembler and a linker, as an image without gcc and clang may have it."""
+    """Reduces PATH to an assembler and a linker, as in an image without gcc and clang."""
     folder = Path(ctx.path("bin"))
     folder.mkdir()
     for name in ("as", "ld"):
@@ -57,7 +57,7 @@ def forget_compilers() -> None:
 
 
 def train(ctx: Context, *, remedy: str) -> None:
-    """One call of a compiled function. On a GPU Triton needs the compiler, on the CPU the inductor itself does."""
+    """Calls a compiled function once. On a GPU Triton needs the compiler; on the CPU the inductor itself needs it."""
     os.environ.update(TORCHINDUCTOR_CACHE_DIR=ctx.path("inductor"), TRITON_CACHE_DIR=ctx.path("triton"))
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     forget_compilers()
@@ -70,7 +70,9 @@ def train(ctx: Context, *, remedy: str) -> None:
 
     if hasattr(torch._inductor.config, "cpp_cache_precompile_headers"):
         torch._inductor.config.cpp_cache_precompile_headers = False
-    torch._inductor.config.cpp.vec_isa_ok = False  # no vectors: one call of g++, not ten, and a short one
+    torch._inductor.config.cpp.vec_isa_ok = (
+        False  # without vectors, the inductor calls g++ once, not ten times, and briefly
+    )
     hidden = torch.randn(64, device=ctx.device)
     compiled = torch.compile(lambda hidden: torch.sin(hidden) * 2, fullgraph=remedy == "force_eager")
     ctx.reached()
@@ -82,14 +84,14 @@ def train(ctx: Context, *, remedy: str) -> None:
 
 
 def name_compiler(ctx: Context, *, variable: str) -> None:
-    """The compiler is not on PATH, and an environment variable gives its place as the inductor is configured."""
+    """The compiler is not on PATH; an environment variable names it before the inductor reads its configuration."""
     program = shutil.which("g++" if variable == "CXX" else "gcc")
     assert program
     forget_compilers()
     hide_compilers(ctx)
     os.environ.update({"TORCHINDUCTOR_CACHE_DIR": ctx.path("inductor"), variable: program})
     ctx.reached()
-    for name in ("config", "cpp_builder"):  # it reads the variables when it is imported, which may have been before
+    for name in ("config", "cpp_builder"):  # the import reads the variables; an earlier import read the old ones
         sys.modules.pop(f"torch._inductor.{name}", None)
         importlib.import_module(f"torch._inductor.{name}")
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -98,16 +100,16 @@ def name_compiler(ctx: Context, *, variable: str) -> None:
 
 
 def build(ctx: Context, cache: str = "triton", **options: Any) -> None:
-    """What Triton does at the first kernel: it builds a small C module, here one without CUDA in it."""
+    """Builds a small C module, as Triton does for the first kernel, but without CUDA in it."""
     os.environ["TRITON_CACHE_DIR"] = ctx.path(cache)
     module = importlib.import_module("triton.runtime.build")
     compile_module_from_src = getattr(module, "compile_module_from_src", None)
     if compile_module_from_src is None:
-        raise Unavailable("this Triton has the function elsewhere")
-    if not (Path(ctx.path("reached-0")).exists()):
+        raise Unavailable("triton.runtime.build of this Triton has no compile_module_from_src")
+    if not Path(ctx.path("reached-0")).exists():
         ctx.reached()
     finder = getattr(module, "_find_compiler", None)
-    if finder:  # Triton 3.9 remembers the compiler; the second job of a cache is another process
+    if finder:  # Triton 3.9 caches the compiler in the process; the second job would be another process
         finder.cache_clear()
     assert compile_module_from_src(SOURCE, "cuda_utils", **options).__name__ == "cuda_utils"
 
@@ -120,21 +122,21 @@ def build_without_compiler(ctx: Context, *, compiler_on_path: bool) -> None:
 
 
 def build_from_cache(ctx: Context, *, same_cache: bool) -> None:
-    """The first job had a compiler, the second has none."""
+    """The first job has a compiler, the second job has none."""
     build(ctx, "triton-1")
     forget_compilers()
     hide_compilers(ctx)
     build(ctx, "triton-1" if same_cache else "triton-2")
 
 
-def build_with(ctx: Context, *, cc_is_one_program: bool) -> None:
+def build_with_cc(ctx: Context, *, cc_is_one_program: bool) -> None:
     program = str(shutil.which("gcc"))
     os.environ["CC"] = program if cc_is_one_program else f"{program} -O1"
     build(ctx)
 
 
-def build_by(ctx: Context, *, standard: str) -> None:
-    """A compiler that takes C in this standard unless it is told another: gnu90 is what gcc 4.8 does."""
+def build_with_standard(ctx: Context, *, standard: str) -> None:
+    """Builds with a compiler whose default is this C standard; the default of gcc 4.8 is gnu90."""
     program = Path(ctx.path("cc"))
     program.write_text('#!/bin/sh\nexec %s -std=%s "$@"\n' % (shutil.which("gcc"), standard))
     program.chmod(0o755)
@@ -143,13 +145,13 @@ def build_by(ctx: Context, *, standard: str) -> None:
 
 
 def build_without_headers(ctx: Context, *, headers_in_cpath: bool) -> None:
-    """Python.h is not where Python says that it is."""
+    """Python.h is not in the folder that sysconfig names."""
     from unittest.mock import patch
 
     paths = sysconfig.get_paths()
     headers = paths["include"]
     if not Path(headers, "Python.h").exists():
-        raise Unavailable(f"no Python.h in {headers}")
+        raise Unavailable(f"there is no Python.h in {headers}")
     if headers_in_cpath:
         os.environ["CPATH"] = headers
     with patch.object(sysconfig, "get_paths", lambda *_, **__: {**paths, "include": ctx.path("include")}):
@@ -157,83 +159,93 @@ def build_without_headers(ctx: Context, *, headers_in_cpath: bool) -> None:
 
 
 def link(ctx: Context, *, linked: bool) -> None:
-    """The driver's library has no name for the linker: libcuda.so.1 without libcuda.so."""
-    driver, own = Path(ctx.path("driver")), Path(ctx.path("lib"))
+    """The linker does not find the library of the driver, because there is libcuda.so.1 but no libcuda.so."""
+    driver, links = Path(ctx.path("driver")), Path(ctx.path("lib"))
     driver.mkdir()
-    own.mkdir()
+    links.mkdir()
     source, library = Path(ctx.path("empty.c")), driver / "libcuda.so.1"
     source.write_text("int cuInit(unsigned flags) { return (int)flags; }\n")
     command = ["gcc", "-shared", "-fPIC", str(source), "-o"]
-    found = subprocess.run([*command, ctx.path("a.so"), "-lcuda"], stderr=subprocess.DEVNULL, check=False)
-    if found.returncode == 0:
+    test_link = subprocess.run([*command, ctx.path("a.so"), "-lcuda"], stderr=subprocess.DEVNULL, check=False)
+    if test_link.returncode == 0:
         raise Unavailable("the linker of this machine finds libcuda.so")
     subprocess.run([*command, str(library), "-Wl,-soname,libcuda.so.1"], check=True)
     if linked:
-        (own / "libcuda.so").symlink_to(library)
-    os.environ["LIBRARY_PATH"] = str(own)
+        (links / "libcuda.so").symlink_to(library)
+    os.environ["LIBRARY_PATH"] = str(links)
     build(ctx, library_dirs=[str(driver)], libraries=["cuda"])
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Ask the compilers that Triton and the inductor would take to read Python.h; nothing is written or linked."""
+    """Can the compilers that Triton and the inductor would call read Python.h? It writes and links nothing."""
     c_compiler = os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
     (c_reads, c_text), (cxx_reads, cxx_text) = reads(c_compiler, "c"), reads(os.environ.get("CXX", "g++"), "c++")
     triton = version("triton")
     evidence = [c_text, cxx_text]
-    evidence.append(f"Triton {triton}" if triton else "Triton is not installed: torch.compile is for the CPU here")
+    evidence.append(
+        f"Triton {triton}" if triton else "Triton is not installed, so torch.compile compiles only for the CPU here"
+    )
     if c_reads is None or cxx_reads is None:
-        return unknown(*evidence, advice="try again when the machine is less busy")
+        return unknown(*evidence, advice="run the check again when the machine is less busy")
     if not c_reads and (triton or not cxx_reads):
         return exposed(*evidence, advice="install gcc, g++ and the headers of this Python, or set CC and CXX")
     if not cxx_reads:
-        message = "enough for Triton's kernels; what the inductor compiles for the CPU needs C++"
+        message = "this is enough for the kernels of Triton, but the inductor needs C++ to compile for the CPU"
         return unknown(*evidence, message, advice="install g++, or set CXX")
     if not triton:
         return unknown(*evidence, advice="run this in the environment of the job")
     if "-std=c++20" in cxx_text and not (2,) < release("torch")[:2] <= (2, 11):
-        message = "the inductor of torch up to 2.11 asks for C++17, a newer one for C++20"
-        return unknown(*evidence, message, advice="name a newer g++ in CXX, gcc 10 at least")
+        message = "the inductor of torch up to 2.11 compiles C++17, that of newer releases C++20"
+        return unknown(*evidence, message, advice="set CXX to a newer g++, release 10 or later")
     noexec = [folder for folder in cache_folders() if is_noexec(folder)]
     if noexec:
-        return exposed(*evidence, f"{noexec[0]} is mounted noexec", advice="TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR")
+        return exposed(
+            *evidence,
+            f"{noexec[0]} is mounted noexec",
+            advice="set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to folders that allow execution",
+        )
     folders = driver_folders()
     if not folders:
-        message = "no libcuda.so.1 where Triton looks; of an AMD GPU's library this check knows nothing"
+        message = "there is no libcuda.so.1 where Triton looks; this check does not look for the library of an AMD GPU"
         return unknown(*evidence, message, advice="run this on a node with GPUs, in the container of the job")
     spec = importlib.util.find_spec("triton")
     header = os.path.join(os.path.dirname(spec.origin or ""), "backends/nvidia/include/cuda.h") if spec else ""
     if not os.path.exists(header):
-        return unknown(*evidence, "this Triton has no cuda.h of its own", advice="the wheel of PyPI has one")
+        return unknown(
+            *evidence,
+            "this Triton does not contain cuda.h",
+            advice="install the wheel of Triton from PyPI, which contains cuda.h",
+        )
     named = filter(None, [*folders, *os.environ.get("LIBRARY_PATH", "").split(":")])
     if release("triton") < (3, 6) and not any(os.path.exists(os.path.join(folder, "libcuda.so")) for folder in named):
-        message = f"libcuda.so.1 is in {folders[0]}, libcuda.so is not: -lcuda is not found there"
-        advice = "if linking fails, the link of fix 4; the linker may know other folders"
+        message = f"{folders[0]} contains libcuda.so.1 but no libcuda.so, so the linker does not find -lcuda there"
+        advice = "if linking fails, make the link of Fix 4; the linker may search other folders too"
         return unknown(*evidence, message, advice=advice)
     if not shutil.which("ld"):
-        return unknown(*evidence, "there is no ld on PATH", advice="install binutils")
+        return unknown(*evidence, "there is no linker (ld) on PATH", advice="install binutils")
     return clear(*evidence, f"libcuda.so.1 is in {folders[0]}")
 
 
 def reads(compiler: Optional[str], language: str) -> Tuple[Optional[bool], str]:
-    """Whether this compiler reads Python.h; None where it did not answer in time."""
+    """Whether this compiler reads Python.h, with the evidence; None if it did not answer in time."""
     if not compiler or not shutil.which(compiler):
-        return False, f"no {language} compiler" + (f": {compiler!r} is not a program" if compiler else "")
+        return False, f"there is no {language} compiler" + (f": {compiler!r} is not a program" if compiler else "")
     include = sysconfig.get_paths(scheme="posix_prefix")["include"]
     command = [compiler, "-x", language, "-fsyntax-only", f"-I{include}"]
     note = ""
     for standard in ("-std=c++20", "-std=c++17") if language == "c++" else ("",):
         ran = run([*command, *([standard] if standard else []), "-"], SOURCE)
         if ran is None:
-            return None, f"{compiler} did not answer"
+            return None, f"{compiler} did not answer in 3 seconds"
         if ran.returncode == 0:
             return True, f"{compiler} reads Python.h{note}"
         note = f", but not with {standard}"
-    lines = [line for line in ran.stderr.splitlines() if "error" in line] or ["it failed"]
+    lines = [line for line in ran.stderr.splitlines() if "error" in line] or ["it failed without an error message"]
     return False, f"{compiler}: {lines[0]}"
 
 
 def run(command: List[str], text: str = "") -> Any:
-    """None where the program does not start or takes too long."""
+    """The finished process; None if the program does not start or takes too long."""
     try:
         return subprocess.run(
             command, input=text, capture_output=True, encoding="utf-8", errors="replace", timeout=3, check=False
@@ -243,28 +255,28 @@ def run(command: List[str], text: str = "") -> Any:
 
 
 def cache_folders() -> List[str]:
-    """Where Triton and the inductor keep what they build and load."""
+    """The folders in which Triton and the inductor store the libraries that they build and load."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
     return [triton, os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()]
 
 
 def is_noexec(folder: str) -> bool:
-    """Whether nothing may be executed there; a folder that is still to come has the flags of the one above."""
-    for above in (Path(folder).absolute(), *Path(folder).absolute().parents):
-        if above.is_dir():
-            return bool(os.statvfs(above).f_flag & os.ST_NOEXEC)
+    """Whether the mount forbids execution; a folder that does not exist yet will have the flags of its parent."""
+    for parent in (Path(folder).absolute(), *Path(folder).absolute().parents):
+        if parent.is_dir():
+            return bool(os.statvfs(parent).f_flag & os.ST_NOEXEC)
     return False
 
 
 def driver_folders() -> List[str]:
-    """Where Triton would find the driver's library: first the linker's cache, else LD_LIBRARY_PATH."""
+    """Where Triton finds the library of the driver: in the linker's cache, otherwise in LD_LIBRARY_PATH."""
     named = os.environ.get("TRITON_LIBCUDA_PATH")
     ran = None if named else run(["/sbin/ldconfig", "-p"])
     lines = ran.stdout.splitlines() if ran else []
     folders = [os.path.dirname(line.split()[-1]) for line in lines if "libcuda.so.1" in line]
-    others = [named] if named else folders or os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    return [folder for folder in others if folder and os.path.exists(os.path.join(folder, "libcuda.so.1"))]
+    candidates = [named] if named else folders or os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    return [folder for folder in candidates if folder and os.path.exists(os.path.join(folder, "libcuda.so.1"))]
 
 
 NO_CC = r"Failed to find C compiler\. Please specify via CC environment variable"
@@ -284,7 +296,7 @@ def pair(
     programs: Any = ("gcc",),
     seconds: float = 1.0,
 ) -> Experiment:
-    """`keyword` has the first value in the control arm and the second in the treatment."""
+    """`keyword` has the first of `values` in the control arm and the second in the treatment arm."""
     fidelity = "stand-in" if stands_for else "cpu"
     control, treatment = (partial(job, **{keyword: value}) for value in values)
     return Experiment(
@@ -298,15 +310,15 @@ def pair(
     )
 
 
-NOTHING = "no compiler is on PATH"
-MODULE = "the C module that Triton builds for CUDA: here one that needs Python.h and no GPU"
+NO_COMPILER = "no compiler is on PATH, and neither CC nor CXX is set"
+MODULE = "the C module that Triton builds for CUDA; the one built here needs Python.h but no GPU"
 inductor = pair(
     "inductor",
     train,
     "remedy",
     raised(NO_CXX),
-    NOTHING,
-    "g++ is on PATH",
+    NO_COMPILER,
+    "g++ is on PATH, and the inductor compiles with it",
     values=("", "compiler"),
     needs={"torch": ">=2.2"},
     programs=("g++",),
@@ -322,8 +334,8 @@ probe = Probe(
             name_compiler,
             "variable",
             raised(NO_CXX),
-            "CC gives the place of gcc, which the inductor does not read",
-            "CXX gives the place of g++",
+            "CC names gcc, but the inductor does not read CC",
+            "CXX names g++, and the inductor reads CXX",
             values=("CC", "CXX"),
             needs={"torch": ">=2.5"},
             programs=("gcc", "g++"),
@@ -334,8 +346,8 @@ probe = Probe(
             train,
             "remedy",
             raised(NO_CXX),
-            NOTHING,
-            "the stance is force_eager: the same function runs uncompiled, with fullgraph=True as well",
+            NO_COMPILER,
+            "the stance force_eager runs the same function uncompiled, even with fullgraph=True",
             values=("", "force_eager"),
             needs={"torch": ">=2.6"},
             programs=(),
@@ -346,8 +358,8 @@ probe = Probe(
             train,
             "remedy",
             raised(NO_CXX),
-            NOTHING,
-            "suppress_errors is on: what cannot be compiled runs uncompiled, with a warning",
+            NO_COMPILER,
+            "with suppress_errors, a function that cannot be compiled runs uncompiled, with a warning",
             values=("", "suppress_errors"),
             needs={"torch": ">=2.2"},
             programs=(),
@@ -358,8 +370,8 @@ probe = Probe(
             build_without_compiler,
             "compiler_on_path",
             raised(NO_CC),
-            NOTHING,
-            "gcc is on PATH",
+            NO_COMPILER,
+            "gcc is on PATH, and Triton builds with it",
             stands_for=MODULE,
         ),
         pair(
@@ -367,28 +379,28 @@ probe = Probe(
             build_from_cache,
             "same_cache",
             raised(NO_CC),
-            "another cache folder than in the job that had a compiler",
-            "the cache of the job that had a compiler",
+            "the job without a compiler uses a different cache folder than the job that had one",
+            "the job without a compiler reuses the cache of the job that had one",
             stands_for=MODULE,
         ),
         pair(
             "cc-words",
-            build_with,
+            build_with_cc,
             "cc_is_one_program",
             raised(r"No such file or directory: '\S+ -O1'"),
-            "CC holds a program and an option, which are taken for one name",
-            "CC holds the program alone",
+            "CC holds a program and an option, which Triton takes for the name of one program",
+            "CC holds only the name of the program",
             stands_for=MODULE,
         ),
         pair(
             "old-compiler",
-            build_by,
+            build_with_standard,
             "standard",
             raised(r"Command '\['[^']*/cc', '[^']*cuda_utils\.c'.* returned non-zero exit status 1"),
-            "the compiler takes C of 1990, where a for loop declares nothing",
-            "the compiler takes C of 2011",
+            "the compiler defaults to C of 1990, in which a for loop cannot declare a variable",
+            "the compiler defaults to C of 2011",
             values=("gnu90", "gnu11"),
-            stands_for=MODULE + "; and a newer gcc with the default of gcc 4.8",
+            stands_for="gcc 4.8, by a newer gcc with its default; and " + MODULE,
         ),
         pair(
             "python-h",
@@ -396,7 +408,7 @@ probe = Probe(
             "headers_in_cpath",
             raised(r"Command '\['[^']*gcc', '[^']*cuda_utils\.c'.* returned non-zero exit status 1"),
             "there is no Python.h where Python looks for its headers",
-            "CPATH gives the folder that has it",
+            "CPATH names the folder that contains Python.h",
             stands_for=MODULE,
         ),
         pair(
@@ -404,9 +416,9 @@ probe = Probe(
             link,
             "linked",
             raised(r"Command '\['[^']*gcc', '[^']*cuda_utils\.c'.*'-lcuda'.* returned non-zero exit status 1"),
-            "the folder of the driver has libcuda.so.1 and no libcuda.so",
-            "a link libcuda.so leads to it",
-            stands_for=MODULE + "; and an empty library with the name of the driver's",
+            "the folder of the driver has libcuda.so.1 but no libcuda.so",
+            "a symbolic link libcuda.so points to libcuda.so.1",
+            stands_for="the library of the driver, by an empty one of the same name; and " + MODULE,
         ),
     ),
 )

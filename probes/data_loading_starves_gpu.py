@@ -1,4 +1,4 @@
-"""A training step that waits for its batch: the loader with its workers against one batch that is already there."""
+"""The training step waits for its batch: time a loader with its workers against one batch that is already loaded."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from kb.probe import (
 )
 from kb.training_config import UnreadableConfig, read_config
 
-STEP_S = 0.02  # of the GPU
+STEP_S = 0.02  # that the GPU computes
 SAMPLE_S = 0.02  # to read, decode and transform a sample
-SAMPLES, STEPS, ROUNDS = 3, 10, 4  # in a batch, in an epoch, measured
-SLOW = 1.6  # times the step of a batch that is there; a starved step is 2.5 to 4 times as long, a fed one 1.0 to 1.3
-RESTART: Dict[str, Any] = {"start_s": 0.8, "slow": 3.0}  # with the first batch of each epoch: 5 times, and 1.3 to 2
+SAMPLES, STEPS, ROUNDS = 3, 10, 4  # samples in a batch, steps in an epoch, epochs that are measured
+# a step is slow if it takes so many times as long as with a loaded batch: a starved step takes 2.5 to 4 times as long,
+# another step 1.0 to 1.3 times
+SLOW = 1.6
+# with the first batch of each epoch included: 5 times as long with new workers, 1.3 to 2 times with persistent ones
+RESTART: Dict[str, Any] = {"start_s": 0.8, "slow": 3.0}
 
 
 class Dataset:
-    """Samples that take their time, in the process that asks for them."""
+    """Samples that the process which asks for them must prepare."""
 
     def __init__(self, prepare: Callable[[], None], length: int = SAMPLES * STEPS) -> None:
         self.prepare, self.length = prepare, length
@@ -51,7 +54,7 @@ def wait() -> None:
 
 
 def compute() -> None:
-    """Busy for as long as `wait`: processes that share a core take turns."""
+    """Uses as much CPU time as `wait` waits; processes that share a core take turns."""
     end = time.thread_time() + SAMPLE_S
     while time.thread_time() < end:
         pass
@@ -62,7 +65,7 @@ def nothing() -> None:
 
 
 def seconds_per_step(batches: Iterable[Any], train_step: Callable[[Any], None], warm: int = 1) -> float:
-    """Of a loop over batches; the first `warm` are not counted, because workers start while one waits for them."""
+    """The mean time of a step over `batches`, without the first `warm`, which wait until the workers have started."""
     steps, start = -warm, time.perf_counter()
     for batch in batches:
         train_step(batch)
@@ -83,7 +86,7 @@ def train(
     start_s: float = 0.0,
     slow: float = SLOW,
 ) -> None:
-    """Epochs over a loader and over one batch in turn; the best of each counts, as a busy machine is no symptom."""
+    """Times epochs over a loader and over one loaded batch; the fastest of each counts, as the host may be busy."""
     from torch.utils.data import DataLoader
 
     if cores:
@@ -96,7 +99,7 @@ def train(
         "worker_init_fn": partial(start_up, start_s),
     }
     loader: Any = DataLoader(Dataset(prepare), batch_size=SAMPLES, **options)
-    train_step, seen = step_of(ctx), []
+    train_step, seen = training_step(ctx), []
 
     def step(batch: Any) -> None:
         seen.extend(batch.tolist())
@@ -108,19 +111,19 @@ def train(
     ctx.reached()
     rounds: List[Tuple[float, float]] = []
     for _ in range(ROUNDS):
-        there = seconds_per_step([batch] * STEPS, train_step)
-        rounds.append((seconds_per_step(loader, step, warm=0 if start_s else 1), there))
+        loaded_batch_s = seconds_per_step([batch] * STEPS, train_step)
+        rounds.append((seconds_per_step(loader, step, warm=0 if start_s else 1), loaded_batch_s))
     assert len(seen) == (1 + ROUNDS) * SAMPLES * STEPS
     judge(ctx, rounds, slow)
 
 
 def start_up(seconds: float, worker: int) -> None:
-    """What a worker does once, before its first sample: imports, opening files, reading an index."""
+    """Stands for what a worker does once before its first sample: import modules, open files, read an index."""
     time.sleep(seconds)
 
 
-def step_of(ctx: Context) -> Callable[[Any], None]:
-    """A step that keeps the GPU busy for `STEP_S`, or waits for so long where there is none."""
+def training_step(ctx: Context) -> Callable[[Any], None]:
+    """A step that keeps the GPU busy for `STEP_S` seconds; without a GPU it sleeps instead."""
     if ctx.device.type != "cuda":
         return lambda _: time.sleep(STEP_S)
     import torch
@@ -138,16 +141,17 @@ def step_of(ctx: Context) -> Callable[[Any], None]:
 
 
 def judge(ctx: Context, rounds: List[Tuple[float, float]], slow: float = SLOW) -> None:
+    """Raises `Symptom` if the step with the loader takes more than `slow` times as long as with a loaded batch."""
     ctx.note(ms_per_step=[[round(1000 * seconds, 1) for seconds in pair] for pair in rounds])
-    ratio = min(loaded for loaded, _ in rounds) / min(there for _, there in rounds)
+    ratio = min(loader_s for loader_s, _ in rounds) / min(loaded_batch_s for _, loaded_batch_s in rounds)
     if ratio > slow:
         raise Symptom("a step takes %.1f times as long as with a batch that is already there" % ratio)
 
 
 def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
-    """transformers' Trainer, whose default is no worker: time in the steps against time between them."""
+    """The Trainer of transformers uses no workers by default; compares a whole step with its `training_step`."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, and no launcher
+        os.environ.pop(name, None)  # one process without a launcher
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
@@ -194,7 +198,7 @@ def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
 
 
 def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
-    """accelerate and a streamed data set of four shards: how many samples each rank prepares."""
+    """Counts the samples that each rank prepares when accelerate reads a streamed dataset of four shards."""
     from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-not-found]
     from datasets import IterableDataset  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader
@@ -223,7 +227,7 @@ def stream(ctx: Context, *, dispatch_batches: Optional[bool]) -> None:
 
 
 def shuffled_stream(ctx: Context, *, seeded: bool) -> None:
-    """The same with dispatch_batches=False, and a stream that every rank shuffles on its own before it is divided."""
+    """With dispatch_batches=False, each rank shuffles the stream itself before accelerate divides it."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from datasets import IterableDataset
     from torch.utils.data import DataLoader
@@ -254,7 +258,7 @@ def shuffled_stream(ctx: Context, *, seeded: bool) -> None:
 
 
 def iterate(ctx: Context, *, divided: bool) -> None:
-    """An IterableDataset with two workers: each sample once, if the workers divide it."""
+    """Two workers read an IterableDataset; they return each sample once only if they divide it."""
     from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
     class Numbers(IterableDataset):  # type: ignore[misc]
@@ -271,7 +275,7 @@ def iterate(ctx: Context, *, divided: bool) -> None:
 
 
 def records(ctx: Context, *, opened: str, parent_reads: bool = False) -> None:
-    """Two workers read a file of records, each of which is its own number, `opened` by whom."""
+    """Two workers read a file in which each record is its own number; `opened` says who or what opens the file."""
     from torch.utils.data import DataLoader
 
     path = ctx.path("records")
@@ -289,7 +293,7 @@ def records(ctx: Context, *, opened: str, parent_reads: bool = False) -> None:
             if self.file is None or (opened == "process" and self.pid != os.getpid()):
                 self.file, self.pid = os.open(path, os.O_RDONLY), os.getpid()
             os.lseek(self.file, index, os.SEEK_SET)
-            time.sleep(0.002)  # meanwhile the other worker moves the position that both have
+            time.sleep(0.002)  # meanwhile the other worker moves the position that both share
             return index, os.read(self.file, 1)[0]
 
     dataset: Any = Records()
@@ -302,56 +306,69 @@ def records(ctx: Context, *, opened: str, parent_reads: bool = False) -> None:
         raise Symptom(f"{wrong} of 64 samples are of another record")
 
 
-# --- the check: cores, their quota and the workers that share them ----------------------------------------------
+# --- the check: the cores, their quota and the workers that share them ----------------------------------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How many workers share how many cores; whether they are fast enough, only a measurement tells."""
-    workers, named = params["num_workers"], "as given"
-    if workers is None and params["config"] is not None:
-        try:
-            values = read_config(params["config"]).values
-        except UnreadableConfig as error:
-            return unknown(str(error))
-        named = next((name for name in ("dataloader_num_workers", "num_workers") if name in values), "")
-        workers = values[named] if named else None
+    """How many workers share how many cores? Only a measurement shows whether they are fast enough."""
+    try:
+        workers, named = number_of_workers(params)
+    except UnreadableConfig as error:
+        return unknown(str(error))
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 0):
         return unknown("%s is %r, not a number of workers" % (named, workers))
     try:
         allowed = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
-        return unknown("this system does not say which cores a process may use")
+        return unknown("this system does not report which cores a process may use")
     quota, group, stopped = cpu_quota()
     cores = allowed if quota is None else min(float(allowed), quota)
     evidence = [
         "this process may use %d of %d cores" % (allowed, os.cpu_count() or allowed),
-        "no CPU quota of a cgroup is visible" if quota is None else "%s: the time of %.1f cores" % (group, quota),
+        "kb sees no CPU quota of a cgroup" if quota is None else "%s allows the time of %.1f cores" % (group, quota),
     ]
     if stopped > 10:
-        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % stopped)
-        return exposed(*evidence, advice="a higher CPU limit of the container, or less work per sample")
+        evidence.append("the kernel has throttled the cgroup at its CPU quota in %d %% of the periods so far" % stopped)
+        return exposed(*evidence, advice="raise the CPU limit of the container, or do less work per sample")
     ranks, source = ranks_here(params["nproc_per_node"])
     if ranks < 0:
         return unknown("nproc_per_node is %d, not a number of ranks" % ranks)
-    evidence.append("%d ranks on this host (%s)" % (ranks, source) if ranks else "the ranks of this host are not known")
+    evidence.append(
+        "%d ranks on this host (%s)" % (ranks, source) if ranks else "kb does not know how many ranks run on this host"
+    )
     if workers is None:
-        advice = "--set num_workers=8 --set nproc_per_node=4, run where the job runs"
-        return unknown(*evidence, "the number of workers is not known", advice=advice)
+        advice = "run this where the job runs, with --set num_workers=8 --set nproc_per_node=4 (your own numbers)"
+        return unknown(*evidence, "kb does not know the number of workers", advice=advice)
     if workers == 0:
-        evidence.append("no worker (%s): the GPU waits while the samples of a batch are prepared" % named)
-        return unknown(*evidence, "what that costs depends on the samples", advice="measure it: see `How to tell`")
+        evidence.append("no workers (%s): the GPU waits while the training process prepares each batch" % named)
+        return unknown(
+            *evidence, "how much time that costs depends on the samples", advice="measure it as `How to tell` describes"
+        )
     evidence.append("%d workers per rank (%s)" % (workers, named))
-    together = cores < allowed or allowed == os.cpu_count()  # else each rank may have cores of its own
+    together = cores < allowed or allowed == os.cpu_count()  # otherwise each rank may have its own cores
     if workers > cores or (together and ranks * workers > cores):
-        shared = "%d workers take turns, if they compute" % (workers * (ranks if together and ranks else 1))
-        return exposed(*evidence, shared, advice="more cores, or less work per sample")
+        shared = "%d workers take turns on these cores whenever they compute" % (
+            workers * (ranks if together and ranks else 1)
+        )
+        return exposed(*evidence, shared, advice="give the job more cores, or do less work per sample")
     if ranks * workers > cores:
-        own = "enough if each rank has cores of its own, as tasks of Slurm and mpirun have, too few if they share these"
-        return unknown(*evidence, own, advice="compare `taskset -cp PID` of two ranks")
-    return unknown(*evidence, "there is a core for each worker; whether they keep up was not measured")
+        message = (
+            "enough if each rank has its own cores, as under Slurm and mpirun; too few if the ranks share these cores"
+        )
+        return unknown(*evidence, message, advice="compare `taskset -cp PID` of two ranks")
+    return unknown(*evidence, "there is a core for each worker; kb did not measure whether the workers keep up")
 
 
-GPU = "the GPU, by a wait of 20 ms; the loader and its workers are real"
+def number_of_workers(params: Mapping[str, Any]) -> Tuple[Any, str]:
+    """The number of workers, or None, and the option that sets it."""
+    if params["num_workers"] is not None or params["config"] is None:
+        return params["num_workers"], "as given"
+    values = read_config(params["config"]).values
+    option = next((name for name in ("dataloader_num_workers", "num_workers") if name in values), "")
+    return values.get(option), option
+
+
+GPU = "the GPU: each step sleeps for 20 ms instead; the loader and its workers are real"
 SYMPTOM = symptom(r"a step takes (1\.[6-9]|[2-9]|\d\d)\S* times as long as with a batch that is already there")
 
 
@@ -369,16 +386,16 @@ loading = experiment(
     "workers",
     partial(train, num_workers=0),
     partial(train, num_workers=4),
-    because="no worker: the step cannot begin before the process itself has prepared the batch",
+    because="without workers, the training process prepares each batch itself before the step can begin",
     fix="four workers prepare the next batches while the step runs",
 )
 
 probe = Probe(
     check=check,
     params={
-        "num_workers": Param("int", "workers of the DataLoader, per rank"),
-        "nproc_per_node": Param("int", "ranks on this host (default: from the launcher's variables)"),
-        "config": Param("path", "a configuration with dataloader_num_workers or num_workers"),
+        "num_workers": Param("int", "number of DataLoader workers per rank"),
+        "nproc_per_node": Param("int", "number of ranks on this host (default: from the launcher's variables)"),
+        "config": Param("path", "configuration file that sets dataloader_num_workers or num_workers"),
     },
     experiments=(loading.on_gpus(gpus=1, expected_s=(15, 12)), loading),
     variants=(
@@ -386,36 +403,36 @@ probe = Probe(
             "prefetch",
             partial(train, num_workers=1, prefetch_factor=8),
             partial(train, num_workers=4, prefetch_factor=8),
-            because="one worker that is slower than the step falls behind, however many batches it may prepare ahead",
+            because="one worker is slower than the step and falls behind, although it may prepare eight batches ahead",
             fix="four workers together are faster than the step",
         ),
         experiment(
             "one-core",
             partial(train, cores=1, prepare=compute),
             partial(train, cores=1, prepare=nothing),
-            because="four workers share the one core that the job may use",
-            fix="the samples were prepared before the job",
+            because="four workers share the only core that the job may use",
+            fix="the samples were prepared before the job, so the workers have nothing to compute",
             expected_s=(5.0, 2.5),
         ),
         experiment(
             "restart",
             partial(train, **RESTART, persistent_workers=False),
             partial(train, **RESTART, persistent_workers=True),
-            because="new workers in every epoch, and each has to start up first",
-            fix="the workers of the first epoch go on",
+            because="every epoch starts new workers, and each has to start up before its first batch",
+            fix="persistent_workers=True reuses the workers of the first epoch",
         ),
         Experiment(
             name="iterable",
             control=Arm(
                 partial(iterate, divided=False),
                 symptom("16 samples in an epoch, of 8 that exist"),
-                because="each of two workers reads the whole IterableDataset",
+                because="each of the two workers reads the whole IterableDataset, so every sample comes twice",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(iterate, divided=True),
                 completed(),
-                because="the workers divide it by get_worker_info()",
+                because="the workers use get_worker_info() to divide the IterableDataset",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -426,13 +443,13 @@ probe = Probe(
             control=Arm(
                 partial(records, opened="constructor"),
                 symptom(r"\d+ of 64 samples are of another record"),
-                because="the constructor opened the file, and the workers share its position",
+                because="the constructor opened the file before the fork, so the workers share its read position",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(records, opened="process"),
                 completed(),
-                because="each worker opens it at its first read",
+                because="each worker opens the file itself at its first read",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -443,13 +460,13 @@ probe = Probe(
             control=Arm(
                 partial(records, opened="first read", parent_reads=True),
                 symptom(r"\d+ of 64 samples are of another record"),
-                because="it is opened at the first read, which the parent has done before the workers were forked",
+                because="the first read opens the file, and the parent did that before it forked the workers",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(records, opened="process", parent_reads=True),
                 completed(),
-                because="it is opened anew where the number of the process is another",
+                because="a worker opens the file again because its process id differs from the parent's",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -459,8 +476,8 @@ probe = Probe(
             "trainer",
             partial(trainer, dataloader_num_workers=0),
             partial(trainer, dataloader_num_workers=4),
-            because="the Trainer's default is no worker",
-            fix="four workers",
+            because="by default the Trainer uses no workers and prepares each batch between two steps",
+            fix="four workers prepare the next batches while the step runs",
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ""}),
             expected_s=(7.0, 7.0),
         ),
@@ -469,13 +486,13 @@ probe = Probe(
             control=Arm(
                 partial(stream, dispatch_batches=None),
                 symptom(r"rank 0 prepared \d+ samples for both ranks, rank 1 none"),
-                because="accelerate's default for a streamed data set: rank 0 reads for all and sends the batches",
+                because="by default, rank 0 reads a streamed dataset for all ranks and sends them the batches",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(stream, dispatch_batches=False),
                 completed(),
-                because="each rank reads its own shards",
+                because="with dispatch_batches=False, each rank reads its own shards",
                 fidelity="cpu",
             ),
             needs=Needs(packages={"torch": ">=2.1", "accelerate": ">=1.8.1", "datasets": ">=3.0"}),
@@ -487,13 +504,13 @@ probe = Probe(
             control=Arm(
                 partial(shuffled_stream, seeded=False),
                 symptom(r"\d+ of 32 samples came to no rank, as many to both"),
-                because="each rank shuffles the shards without a seed, and takes its part of its own order",
+                because="each rank shuffles the shards without a seed, then takes its part of a different order",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(shuffled_stream, seeded=True),
                 completed(),
-                because="one seed on all ranks: they divide the same order",
+                because="all ranks shuffle with the same seed, so they divide the same order",
                 fidelity="cpu",
             ),
             needs=Needs(packages={"torch": ">=2.1", "accelerate": ">=1.8.1", "datasets": ">=3.0"}),

@@ -1,4 +1,4 @@
-"""A sharded weight (DTensor) and a plain tensor meet in one operation: past an FSDP2 unit, in a loss, in a list."""
+"""One operation gets a sharded weight (DTensor) and a plain tensor: outside an FSDP2 unit, in a loss, or in a list."""
 
 import warnings
 from functools import partial
@@ -31,7 +31,7 @@ def build() -> Any:
 
 
 def start(ctx: Context, *names: str) -> Tuple[Any, Any, Any]:
-    """A model, ids of this rank and a mesh of both ranks, which has a second dimension of 1 with two names."""
+    """A model, token ids of this rank and a mesh of both ranks; with two `names`, its second dimension has size 1."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,7 +43,7 @@ def start(ctx: Context, *names: str) -> Tuple[Any, Any, Any]:
 
 
 def call(ctx: Context, *, way: str) -> None:
-    """A method that is not forward, as generate or an evaluation is."""
+    """Calls a method other than forward, as generation and evaluation do."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 
@@ -71,7 +71,7 @@ def call(ctx: Context, *, way: str) -> None:
 
 
 def generate(ctx: Context, *, registered: bool) -> None:
-    """generate of a LoRA: the unit is the PeftModel, and the model inside runs without its forward."""
+    """generate() of a LoRA model: the FSDP2 unit is the PeftModel, whose forward does not run when generate() does."""
     import torch
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -94,8 +94,8 @@ def generate(ctx: Context, *, registered: bool) -> None:
     assert torch.equal(*results)
 
 
-def own_loss(ctx: Context, *, way: str) -> None:
-    """A loss with the weight of the head: rank 0 has ones as hidden states, rank 1 twos; the mean gradient is 1.5."""
+def custom_loss(ctx: Context, *, way: str) -> None:
+    """A loss reads the weight of the head; hidden states are 1 on rank 0, 2 on rank 1, so the mean gradient is 1.5."""
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.experimental import implicit_replication
@@ -124,7 +124,7 @@ def own_loss(ctx: Context, *, way: str) -> None:
 
 
 def left_out(ctx: Context, *, root: bool, clip: bool) -> None:
-    """Embedding and head are in no unit of FSDP2, unless `root`; rank by rank the input differs."""
+    """Without `root`, the embedding and the head are in no FSDP2 unit; the ranks have different inputs."""
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -144,7 +144,7 @@ def left_out(ctx: Context, *, root: bool, clip: bool) -> None:
 
 
 def step(ctx: Context, *, separate: bool, names: Tuple[str, ...]) -> None:
-    """A plan of tensor parallelism that has the body only: the rest is plain, or has FSDP2's mesh with two names."""
+    """The tensor-parallel plan has only the body; the other weights are plain, or FSDP2 shards them."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
@@ -183,7 +183,7 @@ def step(ctx: Context, *, separate: bool, names: Tuple[str, ...]) -> None:
 
 
 def heads(ctx: Context, *, planned: bool) -> None:
-    """A norm behind a split layer sees the heads of its rank only; each parameter by itself is no error."""
+    """A norm after a split layer sees only the heads of its own rank; torch reports no error."""
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
@@ -216,7 +216,7 @@ def heads(ctx: Context, *, planned: bool) -> None:
 
 
 def optimize(ctx: Context, *, library: str) -> None:
-    """The step of a sharded model, by an optimizer that makes its state of plain tensors or of DTensors."""
+    """Steps a sharded model with an optimizer whose state is plain tensors or DTensors."""
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -238,7 +238,7 @@ def optimize(ctx: Context, *, library: str) -> None:
 
 
 def load(ctx: Context, *, distributed: bool) -> None:
-    """A whole state dict, as from a file, for a model that is sharded already."""
+    """Loads a full state dict, as from a file, into a model that is already sharded."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -255,7 +255,7 @@ def load(ctx: Context, *, distributed: bool) -> None:
 
 
 def resume(ctx: Context, *, distributed: bool) -> None:
-    """The whole state of an optimizer, as from a file, for the optimizer of a sharded model."""
+    """Loads the full state of an optimizer, as from a file, into the optimizer of a sharded model."""
     import torch
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -284,8 +284,8 @@ def resume(ctx: Context, *, distributed: bool) -> None:
     assert isinstance(moments["exp_avg"], DTensor) and moments["step"] == 2
 
 
-def operate(ctx: Context, *, own: bool) -> None:
-    """An operator of a library, which has no rule for DTensors, or torch's own."""
+def operate(ctx: Context, *, builtin: bool) -> None:
+    """Calls a custom operator, which has no sharding rule for DTensors, or a built-in operator of torch."""
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -298,12 +298,12 @@ def operate(ctx: Context, *, own: bool) -> None:
     whole = torch.arange(8.0, device=ctx.device).view(4, 2)
     hidden = distribute_tensor(whole, mesh, [Shard(0)])
     ctx.reached()
-    result = double(hidden) if own else kernel(hidden)
+    result = double(hidden) if builtin else kernel(hidden)
     assert torch.equal(result.full_tensor(), whole * 2)
 
 
 def infer(ctx: Context, *, inference: bool) -> None:
-    """A split layer without bias, in inference_mode: F.linear arrives there as aten.matmul."""
+    """Runs a split layer without bias; under inference_mode, DTensor receives F.linear as aten.matmul."""
     import torch
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -336,7 +336,7 @@ def pair(
     needs: str = "",
     torch: str = ">=2.7",
 ) -> Experiment:
-    """`change` is the keyword that differs, with its value in the control and in the treatment arm."""
+    """`change` is the argument that differs, with its values in control and treatment; `because` is one text for each."""
     control, treatment = (partial(job, **{change[0]: value}) for value in change[1:])
     return Experiment(
         name=name,
@@ -350,7 +350,14 @@ def pair(
     )
 
 
-gloo = pair("gloo", call, ("way", "method", "registered"), MIXED, "FSDP2 gathers for forward", "it is registered")
+gloo = pair(
+    "gloo",
+    call,
+    ("way", "method", "registered"),
+    MIXED,
+    "FSDP2 gathers the weights only for forward, and the job calls another method",
+    "register_fsdp_forward_method makes FSDP2 gather the weights for the method as well",
+)
 tensor_parallel, both = (partial(step, names=names) for names in (("tp",), ("dp", "tp")))
 clipped, unclipped = (partial(left_out, clip=clip) for clip in (True, False))
 distributed = ("distributed", False, True)
@@ -361,47 +368,91 @@ root = ("root", False, True)
 probe = Probe(
     experiments=(gloo.on_gpus(), gloo),
     variants=(
-        pair("direct", call, ("way", "direct", "called"), MIXED, "model.forward(x) has no hooks", "model(x) has them"),
-        pair("summon", call, ("way", "summon", "unshard"), MIXED, "summon_full_params is FSDP1's", "unshard() gathers"),
-        pair("peft", generate, registered, MIXED, "a LoRA", "it is registered", needs="peft transformers"),
-        # with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong: 3.0 where the mean is 1.5
+        pair(
+            "direct",
+            call,
+            ("way", "direct", "called"),
+            MIXED,
+            "model.forward(x) bypasses the hooks with which FSDP2 gathers the weights",
+            "model(x) runs the hooks of FSDP2",
+        ),
+        pair(
+            "summon",
+            call,
+            ("way", "summon", "unshard"),
+            MIXED,
+            "summon_full_params belongs to FSDP1 and does nothing to an FSDP2 model",
+            "unshard() gathers the weights of the FSDP2 root unit",
+        ),
+        pair(
+            "peft",
+            generate,
+            registered,
+            MIXED,
+            "generate() of a LoRA model does not call the forward for which FSDP2 gathers the weights",
+            "register_fsdp_forward_method makes FSDP2 gather the weights for generate()",
+            needs="peft transformers",
+        ),
+        # with torch 2.7 and 2.8 and gloo, FSDP2 computes wrong gradients: 3.0 where the mean is 1.5
         pair(
             "own-loss",
-            own_loss,
+            custom_loss,
             ("way", "plain", "forward"),
             MIXED,
-            "a loss reads a weight",
-            "forward does",
+            "the loss multiplies plain hidden states by the sharded weight of the head",
+            "forward() computes the logits, after FSDP2 has gathered the weight",
             torch=">=2.9",
         ),
         pair(
             "full-tensor",
-            own_loss,
+            custom_loss,
             ("way", "full", "forward"),
             PIECES,
-            "full_tensor()",
-            "forward does it",
+            "the loss uses full_tensor() of the weight, so the gradient is not averaged over the ranks",
+            "forward() computes the logits, so FSDP2 averages the gradient",
             torch=">=2.9",
         ),
         pair(
             "implicit",
-            own_loss,
+            custom_loss,
             ("way", "implicit", "forward"),
             WRONG,
-            "implicit_replication()",
-            "forward does it",
+            "implicit_replication() takes the hidden states of each rank for the same tensor",
+            "forward() computes the logits from the hidden states of each rank",
             torch=">=2.9",
         ),
-        pair("left-out", clipped, root, MIXED, "modules are in no unit", "a unit for the root"),
-        pair("drift", unclipped, root, APART, "modules are in no unit", "a unit for the root"),
-        pair("optimizer", tensor_parallel, separate, MIXED, "the plan has gaps", "no foreach, no stack", torch=">=2.6"),
+        pair(
+            "left-out",
+            clipped,
+            root,
+            MIXED,
+            "the embedding and the head are in no FSDP2 unit, so clipping mixes plain gradients and DTensors",
+            "fully_shard(model) puts the embedding and the head into the root unit",
+        ),
+        pair(
+            "drift",
+            unclipped,
+            root,
+            APART,
+            "the embedding and the head are in no FSDP2 unit, so no rank averages their gradients",
+            "fully_shard(model) puts the embedding and the head into the root unit",
+        ),
+        pair(
+            "optimizer",
+            tensor_parallel,
+            separate,
+            MIXED,
+            "the plan has only the body, and the foreach optimizer mixes its DTensors with plain weights",
+            "the norm is computed per parameter, and the optimizer runs with foreach=False",
+            torch=">=2.6",
+        ),
         pair(
             "heads",
             heads,
             ("planned", False, True),
             HEADS,
-            "the norm of the heads is not in the plan",
-            "it is in the plan",
+            "the plan does not have the norm of the heads, so each rank keeps the gradient of its own heads",
+            "the plan has the norm of the heads, so its gradient covers all heads",
             torch=">=2.6",
         ),
         pair(
@@ -409,9 +460,9 @@ probe = Probe(
             optimize,
             ("library", "bitsandbytes", "torch"),
             MIXED,
-            "the state of AdamW8bit is plain",
-            "the state of torch's AdamW follows the weights",
-            needs="bitsandbytes:>=0.50.2",  # older ones have no CPU form
+            "AdamW8bit makes plain tensors for its state, and the weights are DTensors",
+            "the AdamW of torch makes DTensors for its state, as the weights are",
+            needs="bitsandbytes:>=0.50.2",  # older releases do not run on the CPU
             torch=">=2.9",
         ),
         pair(
@@ -419,15 +470,44 @@ probe = Probe(
             both,
             separate,
             MESHES,
-            "gradients of two meshes are clipped",
-            "the norm is taken parameter by parameter",
+            "clip_grad_norm_ stacks the norms of gradients that are on two meshes",
+            "the norm is computed per parameter, so no operation gets DTensors of two meshes",
             torch=">=2.9",
         ),
-        pair("load", load, distributed, MIXED, "load_state_dict", "set_model_state_dict", torch=">=2.6"),
-        pair("resume", resume, distributed, MIXED, "the optimizer's load_state_dict", "set_optimizer_state_dict"),
-        pair("inference", infer, ("inference", True, False), MATMUL, "inference_mode", "no_grad", torch=">=2.2,<2.6"),
         pair(
-            "operator", operate, ("own", False, True), UNKNOWN, "it has no rule", "torch's own has one", torch=">=2.6"
+            "load",
+            load,
+            distributed,
+            MIXED,
+            "load_state_dict copies plain tensors into the DTensors of the model",
+            "set_model_state_dict shards the tensors while it loads them",
+            torch=">=2.6",
+        ),
+        pair(
+            "resume",
+            resume,
+            distributed,
+            MIXED,
+            "load_state_dict of the optimizer keeps the moments as plain tensors",
+            "set_optimizer_state_dict shards the moments while it loads them",
+        ),
+        pair(
+            "inference",
+            infer,
+            ("inference", True, False),
+            MATMUL,
+            "under inference_mode, DTensor receives F.linear as aten.matmul, for which it has no rule",
+            "under no_grad, DTensor receives the operators for which it has rules",
+            torch=">=2.2,<2.6",
+        ),
+        pair(
+            "operator",
+            operate,
+            ("builtin", False, True),
+            UNKNOWN,
+            "the custom operator has no sharding rule",
+            "the built-in operator of torch has a sharding rule",
+            torch=">=2.6",
         ),
     ),
 )

@@ -1,6 +1,6 @@
-"""Every pool of threads counts against one limit of the user or of the container; the thread beyond it is refused.
+"""Every thread pool counts against one limit of the user or container; the kernel refuses the thread beyond it.
 
-The limit is the kernel's. It does not bind root, so root becomes another user first.
+The limit does not bind root, so root becomes another user first.
 """
 
 import ctypes
@@ -38,47 +38,55 @@ from kb.probe import (
     unknown,
 )
 
-END_WITH_PARENT, KEEP_CAPABILITIES, AMBIENT = 1, 8, 47  # of prctl(2)
-READ_ANY_FILE = 1  # CAP_DAC_OVERRIDE: the interpreter may be in a folder of root
-SWITCHES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+END_WITH_PARENT, KEEP_CAPABILITIES, AMBIENT = 1, 8, 47  # options of prctl(2)
+READ_ANY_FILE = 1  # CAP_DAC_OVERRIDE, because the interpreter may be in a folder of root
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "GOTO_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
 
 
-def run(ctx: Context, act: Callable[[], Any], room: int) -> None:
-    """`act` in a child process, whose user may have `room` more threads. `Symptom` says with what it ended."""
-    words, refusal = Path(ctx.path("words")), Path(ctx.path("refusal"))
-    words.touch()
+def run(ctx: Context, job: Callable[[], Any], room: int) -> None:
+    """Runs `job` in a child process whose user may start `room` more threads; raises `Symptom` with its stderr."""
+    stderr, unavailable = Path(ctx.path("stderr")), Path(ctx.path("unavailable"))
+    stderr.touch()
     ctx.reached()
     pid = os.fork()
     if not pid:
         code = 1
         try:
-            os.dup2(os.open(words, os.O_WRONLY | os.O_APPEND), 2)
+            os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
             become_bound_user()
-            leave(room)
-            act()
+            limit_threads(room)
+            job()
             code = 0
         except Unavailable as error:
-            refusal.write_text(str(error))
+            unavailable.write_text(str(error))
         except BaseException:
             traceback.print_exc()
         os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if refusal.exists():
-        raise Unavailable(refusal.read_text())
+    if unavailable.exists():
+        raise Unavailable(unavailable.read_text())
     if code:
-        raise Symptom(f"exit code {code} after: {words.read_text(errors='replace')[-3000:].strip()}")
+        raise Symptom(f"exit code {code} after: {stderr.read_text(errors='replace')[-3000:].strip()}")
 
 
 def become_bound_user() -> None:
-    """Root becomes a user without account, who may still read what root may. Of another user, only what is started
-    here counts, where the machine lets users create namespaces."""
+    """Root becomes a user without an account, who can still read every file. Another user enters a user namespace, if
+    the machine allows that, so that only the threads of this arm count."""
     libc = ctypes.CDLL(None)
     if os.getuid():
         with suppress(Unavailable):
             own_user()
     else:
         libc.prctl(KEEP_CAPABILITIES, 1, 0, 0, 0)
-        user = 61_184 + os.getpid() % 4096  # of no account and of no other arm, so that no thread but ours counts
+        user = (
+            61_184 + os.getpid() % 4096
+        )  # neither an account nor another arm has this id, so that only our threads count
         with suppress(OSError):  # root of a user namespace is an ordinary user outside it
             os.setresuid(user, user, user)
             libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(*[1 << READ_ANY_FILE] * 3))
@@ -86,8 +94,8 @@ def become_bound_user() -> None:
     libc.prctl(END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
 
 
-def leave(room: int) -> None:
-    """Set the limit so. What is used is the largest limit under which no further thread starts."""
+def limit_threads(room: int) -> None:
+    """Sets the limit so that `room` more threads can start. The smallest limit that allows one shows how many run."""
     hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
     most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
     for limit in range(1, most - 100):
@@ -98,19 +106,19 @@ def leave(room: int) -> None:
             thread.join()
             break
     else:
-        raise Unavailable(f"the hard limit, {most} threads, is too small to try a smaller one")
+        raise Unavailable(f"no limit below the hard limit of {most} threads allows another thread")
     if limit == 1:
-        raise Unavailable("RLIMIT_NPROC does not bind a process on this machine")
+        raise Unavailable("the kernel does not enforce RLIMIT_NPROC on this machine")
     while own_threads() > 1:  # a thread counts until the kernel has removed it
         time.sleep(0.001)
     resource.setrlimit(resource.RLIMIT_NPROC, (limit - 1 + room, hard))
 
 
 def compute(ctx: Context, *, threads: int) -> None:
-    """Two ranks of one user with a pool of OpenMP threads each, 8 as on a machine with so many cores."""
+    """Two ranks of one user, each with a pool of OpenMP threads; 8 threads, as on a machine with 8 cores."""
     import torch
 
-    torch.set_num_threads(1)  # where torch makes a pool of its default size first, it does so here
+    torch.set_num_threads(1)  # a torch that first makes a pool of its default size does so here
 
     def compare(number: int) -> None:
         torch.set_num_threads(number)
@@ -124,10 +132,10 @@ def compute(ctx: Context, *, threads: int) -> None:
             first.close()
             compare(threads)
             second.send(b"ready")
-            second.recv(1)  # until the other rank ends
+            second.recv(1)  # until the other rank closes the socket
             os._exit(0)
         second.close()
-        assert first.recv(5) == b"ready", "one rank alone"
+        assert first.recv(5) == b"ready", "the first rank did not start its pool"
         compare(threads)
         first.close()
         os.waitpid(pid, 0)
@@ -138,8 +146,8 @@ def compute(ctx: Context, *, threads: int) -> None:
             compare(8)
         finally:
             os._exit(own_threads())
-    one = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # it differs between releases of torch
-    run(ctx, ranks, room=2 * one - 4)
+    threads_of_8 = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # the number differs between releases of torch
+    run(ctx, ranks, room=2 * threads_of_8 - 4)
 
 
 def own_threads() -> int:
@@ -151,12 +159,12 @@ def inside(ctx: Context, *, code: str) -> None:
 
 
 def script(ctx: Context, *, code: str, shell: str = ":", room: int = 12, **env: str) -> None:
-    """A new interpreter, so that what is imported reads these variables; `shell` is what the job script does before."""
+    """Starts a new interpreter, so that imports read `env`; `shell` is what the job script runs before."""
     if "numpy" in code:
         check_openblas()
-    kept = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+    inherited = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     argv = ["bash", "-c", shell + '; exec "$@"', "bash", sys.executable, "-c", code]
-    run(ctx, partial(os.execvpe, "bash", argv, {**kept, **env}), room)
+    run(ctx, partial(os.execvpe, "bash", argv, {**inherited, **env}), room)
 
 
 START_40 = """
@@ -178,16 +186,16 @@ assert len(tokenizer.encode_batch(["a"] * 100)) == 100
 
 
 def check_openblas() -> None:
-    """The OpenBLAS in the wheel of numpy starts a thread for each core but one when numpy is imported."""
+    """When numpy is imported, the OpenBLAS in its wheel starts one thread fewer than there are cores."""
     spec = find_spec("numpy")
     if not (spec and spec.origin and list(Path(spec.origin).parent.parent.glob("numpy.libs/*openblas*"))):
-        raise Unavailable("this numpy brings no OpenBLAS of its own")
+        raise Unavailable("this numpy contains no OpenBLAS")
     if len(os.sched_getaffinity(0)) < 2:
-        raise Unavailable("one core: OpenBLAS starts no thread")
+        raise Unavailable("OpenBLAS starts no thread on a single core")
 
 
 def load(ctx: Context, *, workers: int) -> None:
-    """A worker is a process with threads, and a thread in the rank sends to it."""
+    """Each DataLoader worker is a process with threads, and needs a sender thread in the rank."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -205,7 +213,7 @@ def load(ctx: Context, *, workers: int) -> None:
 
 
 def group(ctx: Context, *, most: int) -> None:
-    """The pids controller of a container, with `ulimit -u` as high as it goes."""
+    """The pids controller of a cgroup limits the threads, with `ulimit -u` raised to the hard limit."""
     folder = cgroups()[-1] / f"kb-{os.getpid()}"
 
     def threads() -> None:
@@ -216,7 +224,7 @@ def group(ctx: Context, *, most: int) -> None:
             (folder / "pids.max").write_text(str(most))
             (folder / "cgroup.procs").write_text(str(os.getpid()))
         except OSError as error:
-            raise Unavailable(f"no cgroup of our own: {error}") from error
+            raise Unavailable(f"kb cannot create a cgroup: {error}") from error
         exec(START_40, {})
 
     try:
@@ -226,60 +234,60 @@ def group(ctx: Context, *, most: int) -> None:
             folder.rmdir()
 
 
-# --- the check: every limit that counts here, and what is used of it ------------------------------------------------
+# --- the check: every limit that applies here, and how much of it is used ------------------------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How many more threads may a job have that is started from here?"""
+    """How many more threads can a job that starts here have?"""
     evidence: List[str] = []
     free, name = min([*user_limit(evidence), *group_limits(evidence), *kernel_limits(evidence)], default=(None, ""))
     if free is None:
-        return unknown(*evidence, "no limit on threads can be read here", advice="look on the host")
-    evidence.append(f"{free} more threads are left by {name}, if this is the place of the ranks and no limit is hidden")
+        return unknown(*evidence, "kb cannot read any limit on threads here", advice="run this on the host")
+    evidence.append(f"{name} leaves {free} threads, if the ranks run here and kb sees every limit")
     ranks, workers, threads = (params[name] for name in ("ranks", "workers", "threads"))
     need = 1
     if ranks > 0 and workers >= 0 and threads >= 0:
         given = os.environ.get("OMP_NUM_THREADS", "")
         threads = threads or (int(given) if re.fullmatch(r"[1-9]\d{0,6}", given) else 1)
         need = ranks * (threads + 3 * workers)
-        evidence.append(f"{ranks} ranks x (a pool of {threads} + {workers} workers x 3) = {need} threads at the least")
+        evidence.append(f"{ranks} ranks x (a pool of {threads} + {workers} workers x 3) = at least {need} threads")
     if need > free or any("has refused" in line for line in evidence):
-        return exposed(*evidence, advice="smaller pools (OMP_NUM_THREADS), fewer workers, or a higher limit")
-    advice = "--set ranks=8 --set workers=8 --set threads=16, the numbers of your job, lets the check compare"
+        return exposed(*evidence, advice="use smaller pools (OMP_NUM_THREADS) or fewer workers, or raise the limit")
+    advice = "give the numbers of your job to compare: --set ranks=8 --set workers=8 --set threads=16"
     return unknown(*evidence, advice=advice)
 
 
 def user_limit(evidence: List[str]) -> List[Tuple[int, str]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    says = ["unlimited" if value == resource.RLIM_INFINITY else str(value) for value in (soft, hard)]
-    evidence.append(f"processes and threads of this user (ulimit -u): {says[0]}, hard limit {says[1]}")
+    texts = ["unlimited" if value == resource.RLIM_INFINITY else str(value) for value in (soft, hard)]
+    evidence.append(f"processes and threads of this user (ulimit -u): {texts[0]}, hard limit {texts[1]}")
     if soft == resource.RLIM_INFINITY:
         return []
     if privileged():
-        evidence.append("which does not bind this process, because it is privileged; it binds ordinary users")
+        evidence.append("that limit does not bind this process, which is privileged, but it binds ordinary users")
         return []
     rows = (file_text(path) for path in Path("/proc").glob("[0-9]*/status"))
     mine = [row for row in rows if re.search(rf"^Uid:\s+{os.getuid()}\s", row, re.M)]
     used = sum(int(number) for row in mine for number in re.findall(r"^Threads:\s+(\d+)", row, re.M))
-    evidence.append(f"it has {used} that can be seen from here; those in other containers count too")
+    evidence.append(f"kb sees {used} threads of this user from here; threads in other containers count too")
     return [(soft - used, "ulimit -u")]
 
 
 def privileged() -> bool:
-    """CAP_SYS_RESOURCE or CAP_SYS_ADMIN in the first user namespace, or its root."""
+    """Whether this process has CAP_SYS_RESOURCE or CAP_SYS_ADMIN in the initial user namespace, or is its root."""
     mask = re.search(r"^CapEff:\s+([0-9a-f]+)", file_text("/proc/self/status"), re.M)
-    first = file_text("/proc/self/uid_map").split() == ["0", "0", "4294967295"]
-    return first and (os.getuid() == 0 or bool(mask and int(mask.group(1), 16) & (1 << 24 | 1 << 21)))
+    initial = file_text("/proc/self/uid_map").split() == ["0", "0", "4294967295"]
+    return initial and (os.getuid() == 0 or bool(mask and int(mask.group(1), 16) & (1 << 24 | 1 << 21)))
 
 
 def cgroups() -> List[Path]:
-    """The group of this process that counts threads, and those around it, innermost first."""
+    """The cgroup of this process that counts threads, then its parents."""
     rows = re.findall(r"^\d+:([^:]*):(/.*)$", file_text("/proc/self/cgroup"), re.M)
     paths = {name: path for name, path in rows if name in ("", "pids")}
     root = Path("/sys/fs/cgroup/pids" if "pids" in paths else "/sys/fs/cgroup")
     inner = root / paths.get("pids", paths.get("", "/")).lstrip("/")
     if ".." in inner.parts or not inner.is_dir():
-        return [root]  # in a container, where the path is the host's
+        return [root]  # in a container, the path is one of the host
     return [inner, *(parent for parent in inner.parents if parent.is_relative_to(root))]
 
 
@@ -292,8 +300,8 @@ def group_limits(evidence: List[str]) -> List[Tuple[int, str]]:
             limits.append((most - now, f"{folder}/pids.max"))
         refused = re.search(r"^max ([1-9]\d*)", file_text(folder / "pids.events"), re.M)
         if refused:
-            words = "refused some, perhaps to other jobs" if depth else "has refused"
-            evidence.append(f"cgroup {folder} {words}, since it was made: {refused.group(1)} (pids.events)")
+            words = "refused a thread, perhaps of another job," if depth else "has refused a thread"
+            evidence.append(f"cgroup {folder} {words} {refused.group(1)} times since it was created (pids.events)")
     return limits
 
 
@@ -319,7 +327,7 @@ Parts = Tuple[Dict[str, Any], str]
 
 
 def pair(name: str, job: Callable[..., None], package: str, expect: Any, fails: Parts, works: Parts) -> Experiment:
-    """Each arm: what differs in the call of the job, and what it does."""
+    """`fails` and `works` are the arguments that differ between the arms, and the `because` of the arm."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **fails[0]), expect=expect, because=fails[1], fidelity="cpu"),
@@ -333,52 +341,72 @@ def pair(name: str, job: Callable[..., None], package: str, expect: Any, fails: 
 probe = Probe(
     check=check,
     params={
-        "ranks": Param("int", "ranks on this machine, for the check", 0),
-        "workers": Param("int", "DataLoader workers of each rank, for the check", 0),
-        "threads": Param("int", "threads of a pool, for the check; 0: OMP_NUM_THREADS, else 1", 0),
+        "ranks": Param("int", "number of ranks on this machine, for the check", 0),
+        "workers": Param("int", "number of DataLoader workers per rank, for the check", 0),
+        "threads": Param(
+            "int", "threads of each pool, for the check; 0 means OMP_NUM_THREADS, or 1 if that is not set", 0
+        ),
     },
     experiments=(
         pair(
             *("pools", compute, "torch", NO_OPENMP),
-            ({"threads": 8}, "two ranks with a pool of 8 threads each, and room for 4 fewer"),
-            ({"threads": 2}, "the same with pools of 2 threads"),
+            ({"threads": 8}, "two ranks start pools of 8 threads each, and the limit leaves room for 4 threads fewer"),
+            ({"threads": 2}, "the ranks start pools of 2 threads each, which fit under the limit"),
         ),
     ),
     variants=(
         pair(
             *("openblas", partial(script, code=MULTIPLY, room=0), "numpy", NO_BLAS),
-            ({"MKL_NUM_THREADS": "1"}, "a thread for each core, and room for none; MKL_NUM_THREADS=1 is not read"),
-            ({"OMP_NUM_THREADS": "1"}, "OMP_NUM_THREADS=1: no thread is started"),
+            (
+                {"MKL_NUM_THREADS": "1"},
+                "OpenBLAS starts a thread per core, with room for none, and does not read MKL_NUM_THREADS=1",
+            ),
+            ({"OMP_NUM_THREADS": "1"}, "OpenBLAS reads OMP_NUM_THREADS=1 and starts no thread"),
         ),
         pair(
             *("workers", load, "torch", symptom(r"BlockingIOError: \[Errno 11\]")),
-            ({"workers": 8}, "8 workers"),
-            ({"workers": 1}, "1 worker"),
+            ({"workers": 8}, "8 workers, and the threads of each, exceed the limit"),
+            ({"workers": 1}, "1 worker fits under the limit"),
         ),
         pair(
             *("soft-limit", partial(script, code=START_40), "", NO_THREAD),
-            ({"shell": ":"}, "40 threads, and room for 12 under the soft limit"),
-            ({"shell": 'ulimit -Su "$(ulimit -Hu)"'}, "the script raises the soft limit to the hard one"),
+            ({"shell": ":"}, "the job starts 40 threads, and the soft limit leaves room for 12"),
+            (
+                {"shell": 'ulimit -Su "$(ulimit -Hu)"'},
+                "the job script raises the soft limit of threads to the hard limit",
+            ),
         ),
         pair(
             *("executors", inside, "", NO_THREAD),
-            ({"code": START_40}, "each step makes an executor that something keeps"),
-            ({"code": START_1}, "one executor for all steps"),
+            ({"code": START_40}, "each step creates an executor, and the job keeps every one"),
+            ({"code": START_1}, "all steps share one executor"),
         ),
         pair(
             *("tokenizers", partial(script, code=TOKENIZE, room=6, RAYON_NUM_THREADS="16"), "tokenizers", NO_POOL),
-            ({"OMP_NUM_THREADS": "1"}, "a pool as on 16 cores, and room for 6; OMP_NUM_THREADS=1 is not read"),
-            ({"RAYON_NUM_THREADS": "4"}, "RAYON_NUM_THREADS=4"),
+            (
+                {"OMP_NUM_THREADS": "1"},
+                "tokenizers starts a pool of 16 threads, with room for 6, and does not read OMP_NUM_THREADS=1",
+            ),
+            ({"RAYON_NUM_THREADS": "4"}, "tokenizers reads RAYON_NUM_THREADS=4 and starts 4 threads"),
         ),
         pair(
             *("address-space", partial(script, code=START_40, room=100), "", NO_THREAD),
-            ({"shell": "ulimit -Sv 300000"}, "room for all, and address space for fewer than 40 stacks of 8 MiB"),
-            ({"shell": 'ulimit -Sv 300000; ulimit -Sv "$(ulimit -Hv)"'}, "the script raises the soft limit"),
+            (
+                {"shell": "ulimit -Sv 300000"},
+                "the thread limit allows 40 threads, but the address space does not hold 40 stacks of 8 MiB",
+            ),
+            (
+                {"shell": 'ulimit -Sv 300000; ulimit -Sv "$(ulimit -Hv)"'},
+                "the job script raises the soft limit of the address space to the hard limit",
+            ),
         ),
         pair(
             *("pids", group, "", NO_THREAD),
-            ({"most": 12}, "pids.max is 12, and the soft limit of the user is raised to the hard one"),
-            ({"most": 100}, "pids.max is 100"),
+            (
+                {"most": 12},
+                "pids.max of the cgroup is 12, although the soft limit of the user is raised to the hard limit",
+            ),
+            ({"most": 100}, "pids.max of the cgroup is 100, which is enough"),
         ),
     ),
 )
