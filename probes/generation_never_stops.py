@@ -1,4 +1,4 @@
-"""A model is trained on packed documents without an end token between them, and its answers run on to the limit."""
+"""A model never saw the end token as a label, or ends with a token that is not a stop: answers run to the limit."""
 
 from __future__ import annotations
 
@@ -25,37 +25,46 @@ from kb.probe import (
     unknown,
 )
 
-EOS, ASK, REPLY, MARKER = range(4)  # MARKER ends a turn as `###` or <|im_end|> does: an ordinary token to generation
+EOS, ASK, REPLY, MARKER = range(4)  # MARKER ends a turn, as `###` or <|im_end|> does
 ANSWERS = {4: [10, 11], 5: [12, 10, 13], 6: [14], 7: [11, 13, 12, 15], 8: [15, 10], 9: [13, 14, 11]}
 VOCABULARY, WIDTH, LIMIT = 16, 24, 60
-PACKED_STEPS, PADDED_STEPS = 100, 60  # it is trained after 75 and 40
+PACKED_STEPS, PADDED_STEPS = 100, 60  # the model has learned the answers after 75 and 40 steps
 
 
 def answer_all(ctx: Context, *, cause: str, ends: bool, penalty: float = 1.0) -> None:
-    """Really train a small recurrent model, let it answer every question, and see where it stops.
+    """Trains a small recurrent model, lets it answer every question, and checks where each answer stops.
 
-    `ends`: the end of an answer reaches training (packed, masked, truncated) or the stop list (marker).
+    `ends`: the end token is a label in training (packed, masked, truncated) or is in the stop list (marker).
     """
     import torch
 
     torch.manual_seed(0)
     model = _network()
     ctx.reached()
-    stops = {EOS, MARKER} if cause == "marker" and ends else {EOS}
     expected = dict(ANSWERS)
+    if cause == "truncated" and ends:
+        expected = {question: answer[:3] for question, answer in ANSWERS.items()}
+    _train(model, cause, ends)
+    stops = {EOS, MARKER} if cause == "marker" and ends else {EOS}
+    _judge_replies({question: _generate(model, question, stops, penalty) for question in ANSWERS}, expected)
+
+
+def _train(model: Any, cause: str, ends: bool) -> None:
     if cause == "masked":
         _fit(model, _packed([], PACKED_STEPS))  # a base model that has not learned to stop
         _fit(model, [_padded(12, ends)] * PADDED_STEPS)
     elif cause == "truncated":
         _fit(model, [_truncated(7, ends)] * PADDED_STEPS)
-        if ends:
-            expected = {question: answer[:3] for question, answer in ANSWERS.items()}
     else:
         _fit(model, _packed([MARKER] if cause == "marker" else [EOS] if ends else [], PACKED_STEPS))
-    replies = {question: _generate(model, question, stops, penalty) for question in ANSWERS}
+
+
+def _judge_replies(replies: Mapping[int, List[int]], expected: Mapping[int, List[int]]) -> None:
     for question, reply in replies.items():
         answer = expected[question]
-        assert reply[: len(answer)] == answer, "not trained: %d gives %s" % (question, reply[:8])
+        assert reply[: len(answer)] == answer, (
+            "the model has not learned the answers: it answers question %d with %s" % (question, reply[:8])
+        )
     endless = [question for question, reply in replies.items() if len(reply) == LIMIT]
     if endless:
         tokens = " ".join(map(str, replies[endless[0]][:12]))
@@ -68,7 +77,27 @@ def answer_all(ctx: Context, *, cause: str, ends: bool, penalty: float = 1.0) ->
 
 
 def generate(ctx: Context, *, stops_at_marker: bool) -> None:
-    """`generate` of transformers, with a model that is made to write: x y <|im_end|> x y <|im_end|> ..."""
+    """Calls `generate` of transformers on a model whose weights make it write: x y <|im_end|> x y <|im_end|> ..."""
+    import torch
+
+    model, tokenizer = _looping_model()
+    ctx.reached()
+    if stops_at_marker:
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert end not in (None, tokenizer.unk_token_id), "the tokenizer does not know it"
+        old = model.generation_config.eos_token_id
+        old = old if isinstance(old, list) else [tokenizer.eos_token_id if old is None else old]
+        model.generation_config.eos_token_id = sorted({*old, end})
+    ids = torch.tensor([[2]])
+    reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)[0, 1:]
+    if len(reply) == LIMIT:
+        tokens = " ".join(map(str, reply.tolist()[:6]))
+        raise Symptom("1 of 1 answers ran on to the limit of %d tokens: %s ..." % (LIMIT, tokens))
+    assert reply.tolist() == [3, 1], reply
+
+
+def _looping_model() -> Tuple[Any, Any]:
+    """A model whose next token depends only on the last one, and its tokenizer."""
     import torch
 
     hf: Any = importlib.import_module("transformers")
@@ -85,19 +114,7 @@ def generate(ctx: Context, *, stops_at_marker: bool) -> None:
         model.model.embed_tokens.weight.copy_(torch.eye(4))
         for token, following in ((2, 3), (3, 1), (1, 2), (0, 0)):
             model.lm_head.weight[following, token] = 1
-    ctx.reached()
-    if stops_at_marker:
-        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert end not in (None, tokenizer.unk_token_id), "the tokenizer does not know it"
-        old = model.generation_config.eos_token_id
-        old = old if isinstance(old, list) else [tokenizer.eos_token_id if old is None else old]
-        model.generation_config.eos_token_id = sorted({*old, end})
-    ids = torch.tensor([[2]])
-    reply = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False)[0, 1:]
-    if len(reply) == LIMIT:
-        tokens = " ".join(map(str, reply.tolist()[:6]))
-        raise Symptom("1 of 1 answers ran on to the limit of %d tokens: %s ..." % (LIMIT, tokens))
-    assert reply.tolist() == [3, 1], reply
+    return model, tokenizer
 
 
 def _network() -> Any:
@@ -125,7 +142,7 @@ def _fit(model: Any, batches: Any) -> None:
 
 
 def _packed(end: List[int], steps: int) -> Iterator[Any]:
-    """Documents one after the other, cut into rows of equal length."""
+    """Joins documents and cuts them into rows of equal length; each document ends with the tokens of `end`."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -139,7 +156,7 @@ def _packed(end: List[int], steps: int) -> Iterator[Any]:
 
 
 def _padded(limit: int, by_length: bool) -> Any:
-    """One document per row, padded with EOS; a collator that masks what equals the padding masks its end as well."""
+    """One document per row, padded with EOS. A collator that masks every token equal to EOS also masks the end."""
     import torch
 
     tokenizer = SimpleNamespace(eos_token_id=EOS, pad_token_id=EOS)
@@ -160,7 +177,7 @@ def _padded(limit: int, by_length: bool) -> Any:
 
 
 def _truncated(limit: int, truncates_first: bool) -> Any:
-    """EOS is appended and the row is cut afterwards, so that the longest one has none."""
+    """One document per row. If EOS is appended before the row is cut, the longest row loses its EOS."""
     import torch
 
     if truncates_first:
@@ -171,7 +188,7 @@ def _truncated(limit: int, truncates_first: bool) -> Any:
 
 
 def _generate(model: Any, question: int, stops: Any, penalty: float) -> List[int]:
-    """Greedy decoding; the token that stops it is not part of the reply. A penalty makes repeated ones less likely."""
+    """Greedy decoding. The reply does not contain the stop token; a penalty makes repeated tokens less likely."""
     import torch
 
     tokens, state, reply = torch.tensor([[ASK, question, REPLY]]), None, []  # type: Tuple[Any, Any, List[int]]
@@ -189,8 +206,8 @@ def _generate(model: Any, question: int, stops: Any, penalty: float) -> List[int
     return reply
 
 
-LARGEST = 32 << 20  # bytes of one JSON file
-ROWS = 200  # training samples that are looked at
+LARGEST = 32 << 20  # bytes that one JSON file may have
+ROWS = 200  # training samples that the check reads
 MARKERS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -213,10 +230,10 @@ class _Unreadable(Exception):
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does generation stop at what the chat template ends a turn with, and was that a label in training?"""
+    """Does generation stop at the token that ends a turn in the chat template, and was that token a label?"""
     if params["model"] is None and params["samples"] is None:
         return unknown(
-            "neither a model folder nor training samples were named",
+            "neither `model` nor `samples` is set",
             advice="--set model=/path/to/checkpoint, --set samples=batch.jsonl --set end_id=151645",
         )
     try:
@@ -232,23 +249,25 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     state = next((s for s in ("exposed", "unknown") if any(f.state == s for f in findings)), "clear")
     evidence = [line for finding in findings for line in finding.evidence]
-    if state == "clear" and len(findings) == 1:  # one half of the question is open
-        left = params["samples"] is None
-        half = "samples=batch.jsonl (was it learned?)" if left else "model=/path (does it stop there?)"
-        return unknown(*evidence, "so far nothing is wrong, the other half is open", advice="--set " + half)
+    if state == "clear" and len(findings) == 1:  # the other half of the question is open
+        if params["samples"] is None:
+            open_question = "kb does not know whether the end token was a label in training"
+            return unknown(*evidence, open_question, advice="--set samples=batch.jsonl")
+        open_question = "kb does not know whether generation stops at the end token"
+        return unknown(*evidence, open_question, advice="--set model=/path/to/checkpoint")
     if state == "clear":
         return unknown(
             *evidence,
-            "nothing is wrong with labels and stops",
-            advice="does it run on all the same after LoRA? a base model may have no trained end token",
+            "the labels and the stop tokens are right",
+            advice="if a LoRA model still does not stop: its base model may never have learned the end token",
         )
     return Finding(state, evidence, next((finding.advice for finding in findings if finding.advice), ""))
 
 
 def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
-    """Whether generation stops at the template's end of a turn, and the ids of those ends."""
+    """Whether generation stops at the tokens that end a turn in the template, and the ids of these tokens."""
     if not folder.is_dir():
-        raise _Unreadable("%s is not a folder with a model" % folder)
+        raise _Unreadable("%s is not a folder" % folder)
     tokenizer = _json(folder / "tokenizer_config.json") or {}
     generation, config = _json(folder / "generation_config.json"), _json(folder / "config.json")
     source = "generation_config.json" if generation is not None else "config.json"
@@ -263,28 +282,32 @@ def _judge_model(folder: Path) -> Tuple[Finding, List[int]]:
     if eos and eos == _content(tokenizer.get("pad_token")):
         notes.append("pad_token is eos_token: a collator that masks padding masks the end of every answer too")
     if not template:
-        return unknown("there is no chat template: what ends a turn is not known", *notes), []
+        return unknown("the model has no chat template, so kb cannot tell which token ends a turn", *notes), []
     if not ends:
-        return unknown("the chat template has no end of a turn that is known here", *notes), []
+        return unknown("the chat template ends turns with no token that kb knows", *notes), []
     lost = [end for end in ends if end not in names]
     if lost or not stops:
-        what = "no eos_token_id was found" if not stops else "%s has no id in the tokenizer files" % ", ".join(lost)
-        return unknown(what, *notes), [names[end] for end in ends if end in names]
+        reason = "kb found no eos_token_id" if not stops else "%s has no id in the tokenizer files" % ", ".join(lost)
+        return unknown(reason, *notes), [names[end] for end in ends if end in names]
     ids = [names[end] for end in ends]
     missed = [end for end in ends if names[end] not in stops]
     message = "the chat template ends turns with %s" % ", ".join("%s (%d)" % (end, names[end]) for end in ends)
     if not missed:
         return clear(message, *notes), ids
     if len(missed) < len(ends):
-        return unknown(message, *notes, "%s is no stop: fine if it never ends an answer" % ", ".join(missed)), ids
-    advice = "put %s into eos_token_id of generation_config.json" % sorted({*stops, *ids})
-    return exposed(message, *notes, "none of them is a stop", advice=advice), ids
+        return unknown(
+            message,
+            *notes,
+            "generation does not stop at %s, which is fine if it never ends an answer" % ", ".join(missed),
+        ), ids
+    advice = "set eos_token_id in generation_config.json to %s" % sorted({*stops, *ids})
+    return exposed(message, *notes, "generation stops at none of them", advice=advice), ids
 
 
 def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
-    """Whether the end of an answer is a label in samples as the data loader gives them, one JSON object a line."""
+    """Whether an end token is a label in the samples of the data loader; the file has one JSON object per line."""
     if not end_ids:
-        return unknown("the id of the end token is not known", advice="--set end_id=N")
+        return unknown("kb does not know the id of the end token", advice="--set end_id=N")
     rows = taught = 0
     try:
         if not path.is_file():
@@ -297,7 +320,7 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
                 labels = json.loads(line)["labels"]
                 if not all(type(label) is int for label in labels):
                     raise TypeError
-                taught += any(end_id_ in labels for end_id_ in end_ids)
+                taught += any(end_id in labels for end_id in end_ids)
                 rows += 1
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return unknown('%s: line %d is not {"labels": [...]}: %s' % (path, rows + 1, type(error).__name__))
@@ -305,14 +328,18 @@ def _judge_samples(path: Path, end_ids: List[int]) -> Finding:
         return unknown("%s is empty" % path)
     message = "%d of %d samples have the end token %s as a label" % (taught, rows, end_ids)
     if not taught:
-        return exposed(message, "training never shows the model where to stop", advice="append EOS and keep its label")
+        return exposed(
+            message,
+            "no sample teaches the model where to stop",
+            advice="append EOS to every sample, and keep its label",
+        )
     if taught < 0.98 * rows:
-        return unknown(message, "the others are cut, or their end is masked: look at one of them")
+        return unknown(message, "the others were truncated, or their end is masked: look at one of them")
     return clear(message)
 
 
 def _json(path: Path) -> Optional[Dict[str, Any]]:
-    """A JSON object, None without such a file."""
+    """A JSON object; None if the file does not exist."""
     try:
         if not path.exists():
             return None
@@ -320,11 +347,11 @@ def _json(path: Path) -> Optional[Dict[str, Any]]:
             raise _Unreadable("%s is not a file, or larger than %d MiB" % (path, LARGEST >> 20))
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _Unreadable("%s cannot be read: %s" % (path, error.strerror)) from None
+        raise _Unreadable("kb cannot read %s: %s" % (path, error.strerror)) from None
     except (ValueError, RecursionError) as error:
         raise _Unreadable("%s is not JSON: %s" % (path, str(error)[:100])) from None
     if not isinstance(document, dict):
-        raise _Unreadable("%s holds no JSON object" % path)
+        raise _Unreadable("%s contains no JSON object" % path)
     return document
 
 
@@ -334,9 +361,9 @@ def _template(folder: Path, tokenizer: Mapping[str, Any]) -> str:
         if jinja.is_file() and jinja.stat().st_size < LARGEST:
             return jinja.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise _Unreadable("%s cannot be read: %s" % (jinja, error.strerror)) from None
+        raise _Unreadable("kb cannot read %s: %s" % (jinja, error.strerror)) from None
     template = tokenizer.get("chat_template") or (_json(folder / "chat_template.json") or {}).get("chat_template")
-    if isinstance(template, list):  # several templates by name
+    if isinstance(template, list):  # named templates
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else ""
@@ -354,7 +381,7 @@ def _token_ids(folder: Path, tokenizer: Mapping[str, Any]) -> Dict[str, int]:
 
 
 def _content(token: Any) -> str:
-    """The text of a token, which may be written as text or as an object."""
+    """The text of a token, which is a string or an object in the file."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
@@ -392,49 +419,54 @@ def experiment(
     )
 
 
-WITHOUT = "documents are packed without an end between them, so the end is not a label"
-WITH = "EOS follows every document and keeps its label"
-WRITES = "a model that was trained to end its turns with <|im_end|>"
+WITHOUT_EOS = "documents are packed without an end token between them, so the end is never a label"
+WITH_EOS = "every document ends with EOS, which is also a label"
+MODEL = "a model that was trained to end its turns with <|im_end|>"
 
 probe = Probe(
     check=check,
     params={
         "model": Param("path", "folder of a model in Hugging Face format, for the check"),
-        "samples": Param("path", 'training samples, a line each: {"labels": [...]}, for the check'),
-        "end_id": Param("int", "id of the token that ends an answer, when it is not to be found in the model folder"),
+        "samples": Param("path", 'training samples, one per line: {"labels": [...]}, for the check'),
+        "end_id": Param("int", "id of the token that ends an answer, if kb cannot find it in the model folder"),
     },
-    experiments=(experiment("training", WITHOUT, WITH),),
+    experiments=(experiment("training", WITHOUT_EOS, WITH_EOS),),
     variants=(
         experiment(
             "masked",
-            "padding is EOS and is masked by its value, the end of every answer with it",
-            "padding is masked by its length",
+            "padding is EOS and is masked by its value, which also masks the end of every answer",
+            "padding is masked by its length, so the end of every answer stays a label",
             "masked",
         ),
         experiment(
             "truncated",
-            "rows are cut after EOS was appended, so the longest answer has none",
-            "rows are cut first, then EOS is appended",
+            "rows are truncated after EOS is appended, so the longest answer loses its EOS",
+            "rows are truncated before EOS is appended, so every answer has it",
             "truncated",
             r"1 of 6 answers ran (past their end|on to the limit)",
         ),
-        experiment("marker", "turns end with a token that is no stop", "that token is a stop", "marker"),
-        experiment("penalty", WITHOUT + "; generation has a repetition penalty", WITH, penalty=1.3),
+        experiment(
+            "marker",
+            "turns end with a token at which generation does not stop",
+            "generation stops at that token",
+            "marker",
+        ),
+        experiment("penalty", WITHOUT_EOS + "; a repetition penalty does not help", WITH_EOS, penalty=1.3),
         Experiment(
             name="transformers",
             control=Arm(
                 partial(generate, stops_at_marker=False),
                 expect=symptom(r"1 of 1 answers ran on to the limit of \d+ tokens"),
-                because="the model ends its turns with <|im_end|>, and eos_token_id is </s>",
+                because="the model ends its turns with <|im_end|>, but eos_token_id is only </s>",
                 fidelity="stand-in",
-                stands_for=WRITES,
+                stands_for=MODEL,
             ),
             treatment=Arm(
                 partial(generate, stops_at_marker=True),
                 expect=completed(),
-                because="eos_token_id of the generation config is a list of both",
+                because="eos_token_id in the generation config lists both </s> and <|im_end|>",
                 fidelity="stand-in",
-                stands_for=WRITES,
+                stands_for=MODEL,
             ),
             world_size=1,
             deadline_s=90,
