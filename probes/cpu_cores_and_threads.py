@@ -1,4 +1,4 @@
-"""Processes that share one core, a process bound to one core by OpenMP, and how many threads a rank starts."""
+"""Processes take turns on one core, OpenMP binds a process to one core, and ranks start too many or too few threads."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 PLAY_S, ROUNDS = 0.08, 12
-TURNS = 4_000  # hand-overs per round: about 30 on one core, 200,000 on two; between them, a busy machine with two
+TURNS = 4_000  # hand-overs per round: about 30 on one core, 200,000 on two, between them on two cores that are busy
 
 
 class Game:
-    """Two processes hand a number back and forth, and neither sleeps. On one core it moves once per time slice only.
+    """Two processes hand a number back and forth without sleeping. On one core it moves only once per time slice.
 
-    Each goes to a core of its own if it may use several: when the kernel would move them apart is not the question.
+    If the processes may use several cores, each binds itself to another one, so that the kernel's scheduler has no say.
     """
 
     def __init__(self) -> None:
-        self.shared = memoryview(mmap.mmap(-1, 32)).cast("q")  # turns, who is there, and the cores that they may use
+        # the number of hand-overs, a flag for each process that has started, and the number of cores they may use
+        self.shared = memoryview(mmap.mmap(-1, 32)).cast("q")
 
     def play(self, me: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
@@ -65,8 +66,10 @@ class Game:
 
 
 def best(play: Callable[[Game], None]) -> Tuple[int, int]:
-    """The most hand-overs of some rounds, and the cores: with one core three rounds tell, with more a busy machine may
-    need some more of them."""
+    """The most hand-overs of several rounds, and the number of cores.
+
+    On one core three rounds are enough; on more cores a busy machine may need more rounds.
+    """
     turns = cores = 0
     for number in range(ROUNDS):
         game = Game()
@@ -78,7 +81,7 @@ def best(play: Callable[[Game], None]) -> Tuple[int, int]:
 
 
 class Samples:
-    """A sample costs computing, in the worker that is asked for it."""
+    """A dataset whose worker has to compute for each sample."""
 
     def __init__(self, game: Game, length: int) -> None:
         self.game, self.length = game, length
@@ -91,18 +94,18 @@ class Samples:
         return index
 
 
-def own_cores() -> List[int]:
+def allowed_cores() -> List[int]:
     cores = sorted(os.sched_getaffinity(0))  # above `import torch`
     if len(cores) < 2:
-        raise Unavailable("this process may use one core only, so that there is nothing to compare")
+        raise Unavailable("this process may use one core only, so the two arms would not differ")
     return cores
 
 
 def load(ctx: Context, *, cores: Optional[int], num_workers: int = 2) -> None:
-    """A DataLoader whose workers compute; with a single worker, the training process computes as well."""
+    """A DataLoader whose two workers compute, or whose single worker and training process compute."""
     from torch.utils.data import DataLoader
 
-    os.sched_setaffinity(0, own_cores()[:cores])
+    os.sched_setaffinity(0, allowed_cores()[:cores])
     ctx.reached()
     texts: List[str] = []
 
@@ -120,16 +123,17 @@ def load(ctx: Context, *, cores: Optional[int], num_workers: int = 2) -> None:
     turns, allowed = best(play)
     ctx.note(hand_overs=turns, cores=allowed, warnings=texts)
     if turns <= TURNS:
-        said = re.findall(r"This DataLoader .*? max number of worker in current system is \d+", " ".join(texts))
-        raise Symptom("%s; %d cores, took turns: %d hand-overs" % (said[0] if said else "no warning", allowed, turns))
+        pattern = r"This DataLoader .*? max number of worker in current system is \d+"
+        warned = re.findall(pattern, " ".join(texts)) or ["no warning"]
+        raise Symptom("%s; %d cores, took turns: %d hand-overs" % (warned[0], allowed, turns))
     assert allowed >= 2, allowed
 
 
 def count_workers(ctx: Context, *, affinity: bool) -> None:
-    """As many workers as there are cores, by one way to count them or another, where the job may use one."""
+    """A job that may use one core starts one worker per core, as os.cpu_count() or its affinity counts the cores."""
     from torch.utils.data import DataLoader
 
-    os.sched_setaffinity(0, own_cores()[:1])
+    os.sched_setaffinity(0, allowed_cores()[:1])
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as torchrun sets it
     ctx.reached()
     data: Any = list(range(8))
@@ -144,18 +148,18 @@ def count_workers(ctx: Context, *, affinity: bool) -> None:
 
 
 def load_openmp() -> Any:
-    """The OpenMP library of torch, as `import torch` loads it. It reads its variables, and binds this thread."""
+    """Loads torch's OpenMP library as `import torch` does. The library reads its variables and binds this thread."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent if spec and spec.origin else Path("/nonexistent")
-    found = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
-    if not found:
-        raise Unavailable("there is no torch here that brings libgomp")
-    return ctypes.CDLL(str(found[0]))
+    libraries = sorted([*folder.glob("lib/libgomp*.so*"), *folder.parent.glob("torch.libs/libgomp*.so*")])
+    if not libraries:
+        raise Unavailable("no torch with a libgomp of its own is installed")
+    return ctypes.CDLL(str(libraries[0]))
 
 
 def bind(ctx: Context) -> None:
-    """Two workers of a process that has loaded torch's OpenMP library."""
-    cores = own_cores()
+    """A process that has loaded torch's OpenMP library starts two workers."""
+    cores = allowed_cores()
     load_openmp()
     ctx.reached()
 
@@ -175,7 +179,7 @@ def bind(ctx: Context) -> None:
 
 
 def launch(ctx: Context, *, threads: str) -> None:
-    """torchrun with two ranks that write down what they were given."""
+    """torchrun starts two ranks, which record their OMP_NUM_THREADS."""
     from torch.distributed.run import main
 
     os.environ.pop("OMP_NUM_THREADS", None)
@@ -191,20 +195,21 @@ def launch(ctx: Context, *, threads: str) -> None:
 
 
 def count_threads(ctx: Context) -> None:
-    """How many threads torch takes in a new process, where OMP_NUM_THREADS says two."""
-    own_cores()
+    """How many threads does torch use in a new process if OMP_NUM_THREADS is 2?"""
+    allowed_cores()
     script = "import torch; print(torch.backends.mkl.is_available(), torch.get_num_threads())"
     ctx.reached()
-    said = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout.split()
-    if said[0] != "True":
-        raise Unavailable("this torch has no MKL")
-    if said[1] != "2":
-        raise Symptom("OMP_NUM_THREADS is 2, torch takes %s threads" % said[1])
+    ran = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    has_mkl, threads = ran.stdout.split()
+    if has_mkl != "True":
+        raise Unavailable("this torch is built without MKL")
+    if threads != "2":
+        raise Symptom("OMP_NUM_THREADS is 2, torch takes %s threads" % threads)
 
 
 def start_threads(ctx: Context, *, share: bool) -> None:
-    """How many threads two ranks start, which may use the same cores."""
-    cores = len(own_cores())
+    """How many threads do two ranks start that may use the same cores?"""
+    cores = len(allowed_cores())
     os.environ.pop("OMP_NUM_THREADS", None)
     if share:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores // ctx.world_size))
@@ -220,7 +225,7 @@ def start_threads(ctx: Context, *, share: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Whether the cores that this process may use are enough for the ranks, their workers and their threads."""
+    """Are the cores that this process may use enough for the ranks, their workers and their threads?"""
     workers = params["num_workers"]
     if workers is None and params["config"] is not None:
         try:
@@ -233,40 +238,41 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         allowed = len(os.sched_getaffinity(0))
     except (AttributeError, OSError):
-        return unknown("this system does not say which cores a process may use")
+        return unknown("this system does not report which cores a process may use")
     total = os.cpu_count() or allowed
     quota, group, stopped = cpu_quota()
     cores = allowed if quota is None else min(float(allowed), quota)
     ranks, source = ranks_here(params["nproc_per_node"])
     evidence = [
         "this process may use %d of %d cores" % (allowed, total),
-        "no CPU quota of a cgroup is visible" if quota is None else "%s: the time of %.1f cores" % (group, quota),
-        "%d ranks on this host (%s)" % (ranks, source) if ranks > 0 else "the ranks of this host are not known",
-        "the number of workers is not known" if workers is None else "%d workers per rank" % workers,
+        "no cgroup limits the CPU time" if quota is None else "%s limits the CPU time to %.1f cores" % (group, quota),
+        "%d ranks on this host (%s)" % (ranks, source) if ranks > 0 else "kb does not know the number of ranks here",
+        "kb does not know the number of workers" if workers is None else "%d workers per rank" % workers,
     ]
     threads = os.environ.get("OMP_NUM_THREADS", "")
     evidence.append("OMP_NUM_THREADS is %s" % (ascii(threads) if threads not in ("", "1") else "1 or not set"))
     mkl = os.environ.get("MKL_NUM_THREADS", "")
-    evidence += ["MKL_NUM_THREADS is %s, which wins over it in torch for x86" % ascii(mkl)] if mkl else []
+    evidence += ["MKL_NUM_THREADS is %s, which overrides OMP_NUM_THREADS in torch on x86" % ascii(mkl)] if mkl else []
     places = {name: os.environ.get(name, "") for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")}
     named = ["%s=%s" % (name, ascii(value)) for name, value in places.items() if value]
-    evidence += ["OpenMP may bind the process, see `cores` after `import torch`: " + ", ".join(named)] if named else []
+    evidence += ["OpenMP may bind this process to fewer cores on `import torch`: " + ", ".join(named)] if named else []
     if quota is not None and stopped > 10:
-        evidence.append("the cgroup was stopped at its quota in %d %% of the periods so far" % stopped)
-        return exposed(*evidence, advice="a higher CPU limit, fewer workers, or fewer threads")
-    together = cores < allowed or allowed == total  # else each rank may have cores of its own
+        evidence.append("the kernel throttled the cgroup at its quota in %d %% of the periods so far" % stopped)
+        return exposed(*evidence, advice="raise the CPU limit, or use fewer workers or threads")
+    together = cores < allowed or allowed == total  # otherwise each rank may have its own cores
     sharing = ranks if together and ranks > 0 else 1
     if workers is not None and sharing * (workers + 1) > cores:
-        evidence.append("%d processes share the time of %.1f cores" % (sharing * (workers + 1), cores))
-        return exposed(*evidence, advice="more cores for the job, or fewer workers")
+        evidence.append("%d processes share %.1f cores" % (sharing * (workers + 1), cores))
+        return exposed(*evidence, advice="request more cores for the job, or use fewer workers")
     if not mkl and re.fullmatch(r"[1-9][0-9]{0,4}", threads) and sharing * int(threads) > cores:
-        evidence.append("%d threads of OpenMP for %.1f cores" % (sharing * int(threads), cores))
-        return exposed(*evidence, advice="OMP_NUM_THREADS of cores / ranks")
-    return unknown(*evidence, "what the launcher or OpenMP binds later is not seen here", advice="`taskset -cp PID`")
+        evidence.append("%d OpenMP threads share %.1f cores" % (sharing * int(threads), cores))
+        return exposed(*evidence, advice="set OMP_NUM_THREADS to the number of cores divided by the number of ranks")
+    later = "kb cannot see to which cores the launcher or OpenMP will bind a rank"
+    return unknown(*evidence, later, advice="`taskset -cp PID` of a running rank")
 
 
 def arms(name: str, fails: Any, works: Any, why: str, fix: str, expect: Any, **changes: Any) -> Experiment:
-    """Two arms; `stands_for` and `env`, of the control arm or of both, are taken out of the changes."""
+    """`changes` holds `stands_for` for both arms, `env` as a pair for the two arms, and fields of the experiment."""
     common = {"fidelity": "stand-in" if "stands_for" in changes else "cpu", "stands_for": changes.pop("stands_for", "")}
     control, treatment = changes.pop("env", ({}, {}))
     return Experiment(
@@ -281,24 +287,24 @@ WARNING = (
     r"This DataLoader will create \d+ worker processes in total\. "
     r"Our suggested max number of worker in current system is 1"
 )
-GOMP = {"stands_for": "`import torch`, by loading the OpenMP library of torch alone", "needs": Needs(packages={})}
+GOMP = {"stands_for": "`import torch`; here the job loads only torch's OpenMP library", "needs": Needs(packages={})}
 BIND = {"OMP_PROC_BIND": "true"}
-TWO = {"OMP_NUM_THREADS": "2", "MKL_DYNAMIC": "FALSE"}  # else MKL takes no more than there are physical cores
+TWO = {"OMP_NUM_THREADS": "2", "MKL_DYNAMIC": "FALSE"}  # otherwise MKL never uses more threads than physical cores
 
 probe = Probe(
     check=check,
     params={
-        "num_workers": Param("int", "workers of the DataLoader, per rank"),
+        "num_workers": Param("int", "DataLoader workers per rank"),
         "nproc_per_node": Param("int", "ranks on this host (default: from the launcher's variables)"),
-        "config": Param("path", "a configuration with dataloader_num_workers or num_workers"),
+        "config": Param("path", "a configuration file with dataloader_num_workers or num_workers"),
     },
     experiments=(
         arms(
             "one-core",
             partial(load, cores=1),
             partial(load, cores=None),
-            "the job may use one core, so that its two workers take turns",
-            "the job may use all cores, and the two workers compute at the same time",
+            "the job may use one core only, so its two workers take turns",
+            "the job may use all cores, so its two workers compute at the same time",
             symptom(WARNING + r"; 1 cores, took turns: \d+ hand-overs"),
         ),
     ),
@@ -307,24 +313,24 @@ probe = Probe(
             "as-suggested",
             partial(load, cores=1, num_workers=1),
             partial(load, cores=None, num_workers=1),
-            "one worker, as torch suggests, ends the warning and shares the core with the training process",
-            "with all cores the worker and the training process compute at the same time",
+            "a single worker, as torch suggests, stops the warning but takes turns with the training process",
+            "the job may use all cores, so the worker and the training process compute at the same time",
             symptom(r"no warning; 1 cores, took turns: \d+ hand-overs"),
         ),
         arms(
             "count",
             partial(count_workers, affinity=False),
             partial(count_workers, affinity=True),
-            "os.cpu_count() counts the cores of the machine",
-            "the affinity counts those that the job may use",
+            "the script counts cores with os.cpu_count(), which includes those that the job may not use",
+            "the script counts cores with os.sched_getaffinity, which are those that the job may use",
             raised(WARNING),
         ),
         arms(
             "openmp",
             bind,
             bind,
-            "OMP_PROC_BIND=true: OpenMP binds the process to its first core when it is loaded, workers inherit that",
-            "without the variable the process keeps its cores",
+            "OMP_PROC_BIND=true makes OpenMP bind the process to one core on import, and the workers inherit that",
+            "without OMP_PROC_BIND the process and its workers keep all cores",
             symptom(r"([2-9]|\d\d+) cores before OpenMP, 1 after; took turns"),
             env=(BIND, {}),
             **GOMP,
@@ -333,16 +339,16 @@ probe = Probe(
             "torchrun",
             partial(launch, threads=""),
             partial(launch, threads="2"),
-            "torchrun sets OMP_NUM_THREADS to 1 for more than one rank",
-            "the ranks get the value that was set in front of torchrun",
+            "OMP_NUM_THREADS is not set, so torchrun sets it to 1 for two ranks",
+            "OMP_NUM_THREADS is set before torchrun starts, and the ranks inherit it",
             symptom("OMP_NUM_THREADS was not set, and is 1 and 1 in the two ranks"),
         ),
         arms(
             "mkl",
             count_threads,
             count_threads,
-            "MKL_NUM_THREADS=1 wins over OMP_NUM_THREADS=2",
-            "without MKL_NUM_THREADS torch takes what OMP_NUM_THREADS says",
+            "MKL_NUM_THREADS=1 overrides OMP_NUM_THREADS=2 in torch",
+            "without MKL_NUM_THREADS torch uses the value of OMP_NUM_THREADS",
             symptom("OMP_NUM_THREADS is 2, torch takes 1 threads"),
             env=({**TWO, "MKL_NUM_THREADS": "1"}, TWO),
         ),
@@ -350,11 +356,11 @@ probe = Probe(
             "threads",
             partial(start_threads, share=False),
             partial(start_threads, share=True),
-            "without OMP_NUM_THREADS each of the two ranks has a thread for every core",
-            "OMP_NUM_THREADS is the number of cores divided by that of the ranks",
+            "OMP_NUM_THREADS is not set, so each of the two ranks starts one thread per core",
+            "OMP_NUM_THREADS is the number of cores divided by the number of ranks",
             symptom(r"2 ranks of (\d+) threads each for \1 cores"),
             world_size=2,
-            **{**GOMP, "stands_for": "torch.get_num_threads(), by the OpenMP library of torch"},
+            **{**GOMP, "stands_for": "torch.get_num_threads(); here the job asks torch's OpenMP library"},
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Gradients that no all-reduce has averaged: rank 0 has input 1, rank 1 has input 2, so the mean gradient is 1.5."""
+"""No all-reduce averages the gradients: rank 0 has input 1, rank 1 has input 2, so the mean gradient should be 1.5."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def compare_ranks(model: Any, group: Any = None) -> List[str]:
-    """The test of the entry: what differs between the ranks of a group."""
+    """The function that the entry prints: one line each for weights and gradients that differ between the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -37,6 +37,7 @@ def compare_ranks(model: Any, group: Any = None) -> List[str]:
 
 
 def judge(model: Any, gradient: float = 1.5) -> None:
+    """Raises `Symptom` if weights or gradients differ between ranks, and checks that each gradient is the mean."""
     if lines := compare_ranks(model):
         raise Symptom("; ".join(lines))
     gradients = [p.grad for p in model.parameters() if not hasattr(p, "to_local")]
@@ -44,7 +45,7 @@ def judge(model: Any, gradient: float = 1.5) -> None:
 
 
 def start(ctx: Context) -> Tuple[Any, Any]:
-    """Join the group: torch, which a probe imports in the job only, and its collectives."""
+    """Joins the process group, and returns torch, which a probe imports inside the job, and torch.distributed."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=15)
@@ -52,7 +53,7 @@ def start(ctx: Context) -> Tuple[Any, Any]:
 
 
 def weight(ctx: Context) -> Any:
-    """A layer that multiplies by one number, 1 on every rank."""
+    """A layer with one weight, which is 1 on every rank."""
     import torch
 
     layer = torch.nn.Linear(1, 1, bias=False)
@@ -61,14 +62,17 @@ def weight(ctx: Context) -> Any:
 
 
 def batch_of(ctx: Context) -> Any:
+    """The input of this rank: 1 on rank 0, 2 on rank 1."""
     import torch
 
     return torch.full((1, 1), ctx.rank + 1.0, device=ctx.device)
 
 
 def forward(ctx: Context, *, way: str, sharded: bool = False) -> None:
-    """Through the wrapper, or around it; `folklore` adds all that is tried against it. `sharded`: an optimizer that
-    shares its work, and gives every rank the same weights whatever the gradients were."""
+    """Computes the loss through the wrapper, or with the module inside it; `folklore` adds what people try.
+
+    `sharded` uses ZeroRedundancyOptimizer, which gives every rank the same weights whatever the gradients were.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     torch, dist = start(ctx)
@@ -94,7 +98,7 @@ def forward(ctx: Context, *, way: str, sharded: bool = False) -> None:
 
 
 def change(ctx: Context, *, what: str, when: str) -> None:
-    """The model changes before it is wrapped, after it, or after it and is wrapped again."""
+    """The model changes before it is wrapped, after it is wrapped, or after that with a second wrapping."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch, _ = start(ctx)
@@ -109,7 +113,7 @@ def change(ctx: Context, *, what: str, when: str) -> None:
         elif what == "converted":
             net.double().float()
         elif ctx.rank == 0:
-            for value in net.parameters():  # as a checkpoint that one rank loads
+            for value in net.parameters():  # as if only rank 0 loaded a checkpoint
                 value.data += 1
 
     if when == "before":
@@ -125,7 +129,7 @@ def change(ctx: Context, *, what: str, when: str) -> None:
 
 
 def loss_with_weights(ctx: Context, *, wrapped: bool) -> None:
-    """A loss with a parameter of its own, as ArcFace has."""
+    """The loss has a parameter, as that of ArcFace does."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch, _ = start(ctx)
@@ -138,7 +142,7 @@ def loss_with_weights(ctx: Context, *, wrapped: bool) -> None:
 
 
 def accumulate(ctx: Context, *, way: str) -> None:
-    """Three batches, two to a step: the last step has one batch. It must not fall under no_sync."""
+    """Three batches, two per step, so that the last step has one batch, whose backward must not be in no_sync."""
     from torch.nn.parallel import DistributedDataParallel
 
     start(ctx)
@@ -173,7 +177,7 @@ def accumulate(ctx: Context, *, way: str) -> None:
 
 
 def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
-    """Gradients that autograd.grad returns, or of parameters that FSDP2 was told to leave alone."""
+    """Gradients that autograd.grad returns, or, if `sharded`, those of a parameter in FSDP2's ignored_params."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch, dist = start(ctx)
@@ -200,7 +204,7 @@ def outside(ctx: Context, *, averaged: bool, sharded: bool = False) -> None:
 
 
 def inner_gradient(ctx: Context, *, static: bool) -> None:
-    """A gradient penalty: autograd.grad for the input, then backward for the weights."""
+    """A gradient penalty: autograd.grad with respect to the input, then backward for the weights."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch, _ = start(ctx)
@@ -216,7 +220,7 @@ def inner_gradient(ctx: Context, *, static: bool) -> None:
 
 
 def mesh_of_one(ctx: Context, *, mesh: bool) -> None:
-    """FSDP1 with a mesh of two replicas of one shard, or with two replicas and no mesh."""
+    """FSDP1 on two ranks: HYBRID_SHARD with a mesh whose shard dimension is 1, or NO_SHARD without a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -232,7 +236,10 @@ def mesh_of_one(ctx: Context, *, mesh: bool) -> None:
 
 
 def update(ctx: Context, *, own: str, shared: bool) -> None:
-    """Each rank's own validation loss decides whether its rate falls, or only rank 0 has the momentum of before."""
+    """`rate`: the scheduler uses this rank's metric. `state`: only rank 0 loads the optimizer's state.
+
+    With `shared`, the scheduler uses the mean metric, and every rank loads the state.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     torch, dist = start(ctx)
@@ -254,7 +261,7 @@ def update(ctx: Context, *, own: str, shared: bool) -> None:
 
 
 def prepare(ctx: Context, *, kept: bool) -> None:
-    """What accelerate's prepare returns is kept, or thrown away."""
+    """The script uses the model that accelerate's prepare returns, or throws it away."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     start(ctx)
@@ -269,7 +276,10 @@ def prepare(ctx: Context, *, kept: bool) -> None:
 
 
 def lightning(ctx: Context, *, way: str) -> None:
-    """Manual optimization with two kinds of backward; a backbone that thaws, or whose rate was 0, in epoch 0."""
+    """Manual optimization with one of two backwards, or a backbone that trains from epoch 1 on.
+
+    The backbone is unfrozen by BackboneFinetuning (`thawed`), or its learning rate is 0 in epoch 0 (`rate`).
+    """
     import lightning.pytorch as pl  # type: ignore[import-not-found]
     from lightning.pytorch.callbacks import BackboneFinetuning  # type: ignore[import-not-found]
 
@@ -312,7 +322,7 @@ def lightning(ctx: Context, *, way: str) -> None:
 
 
 def trainer(ctx: Context, *, argument: bool) -> None:
-    """compute_loss of a Trainer with the model that it is given, or with self.model."""
+    """A Trainer whose compute_loss calls its argument `model`, or self.model."""
     torch, _ = start(ctx)
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
@@ -338,8 +348,8 @@ def trainer(ctx: Context, *, argument: bool) -> None:
     Mine(model=net, args=TrainingArguments(output_dir=ctx.path("out"), **options), train_dataset=data).train()
 
 
-def engine(ctx: Context, *, own: bool) -> None:
-    """DeepSpeed, stage 0: the engine's backward, or that of the tensor."""
+def train_with_deepspeed(ctx: Context, *, engine_backward: bool) -> None:
+    """DeepSpeed, stage 0: the script calls the engine's backward, or that of the tensor."""
     deepspeed = import_deepspeed()
     torch, _ = start(ctx)
     net = weight(ctx)
@@ -347,8 +357,8 @@ def engine(ctx: Context, *, own: bool) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     engine = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)[0]
     ctx.reached()
-    loss = engine.module(batch_of(ctx)).sum()  # with engine(...) 0.18.3 and newer refuse loss.backward()
-    if own:
+    loss = engine.module(batch_of(ctx)).sum()  # with engine(...), 0.18.3 and newer reject loss.backward()
+    if engine_backward:
         engine.backward(loss)
     else:
         loss.backward()
@@ -363,14 +373,17 @@ def apart(what: str, count: str) -> Expect:
 
 ONE, OF_TWO, TWO = apart("gradients", "1 of 1"), apart("gradients", "1 of 2"), apart("gradients", "2 of 2")
 WEIGHT, HUGGING_FACE = apart("weights", "1 of 1"), {"transformers": ">=4.52", "accelerate": ">=0.26"}
-RATE, STATE = "each rank's own metric moves its learning rate", "rank 0 alone loads the state of the optimizer"
-THROUGH, EQUAL = "the forward goes through DDP", "around it, and the optimizer sends its weights to all ranks"
-AROUND = "around DDP, with find_unused_parameters=True, the loss averaged over the ranks, and a barrier"
+AROUND, THROUGH = "the loss calls the module inside DDP, so DDP reduces nothing", "the loss calls DDP"
+FOLKLORE = "the loss calls the module inside DDP, despite find_unused_parameters, an averaged loss and a barrier"
+EQUAL = "the loss calls the module inside DDP, and ZeroRedundancyOptimizer hides it by sending equal weights"
+BY_HAND = "the script divides these gradients by the world size and all-reduces them"
+EPOCH_END = "the last, shorter step of the epoch runs entirely in no_sync"
+OUTSIDE_NO_SYNC = "the forward and backward of each step's last micro-batch are outside no_sync"
 IGNORED, WAYS, THAWS = partial(outside, sharded=True), ("loss.backward", "manual_backward"), ("thawed", "rate")
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **named: Any) -> Experiment:
-    """`named`: the keyword in which the arms differ with its two values, and packages with their versions."""
+    """`named` holds the keyword that differs, with its values in both arms, and packages with their versions."""
     needs = {key: value for key, value in named.items() if isinstance(value, str)}
     [(way, (broken, fixed))] = [item for item in named.items() if item[0] not in needs]
     deadline_s, seconds = (60.0, 3.0) if {*needs} - {"torch"} else (20.0, 0.4)
@@ -384,31 +397,145 @@ def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix:
     )
 
 
-def changed(what: str, expect: Expect, because: str, fixed: str) -> Experiment:
-    return pair(what, partial(change, what=what), expect, because + " after the wrapping", fixed, when=("after", fixed))
+def changed(what: str, expect: Expect, because: str, fix: str, fixed: str = "before") -> Experiment:
+    return pair(what, partial(change, what=what), expect, because, fix, when=("after", fixed))
 
 
 probe = Probe(
-    experiments=(pair("module", forward, ONE, "it goes around DDP", THROUGH, way=("module", "wrapper")),),
+    experiments=(pair("module", forward, ONE, AROUND, THROUGH, way=("module", "wrapper")),),
     variants=(
-        pair("folklore", forward, ONE, AROUND, THROUGH, way=("folklore", "wrapper")),
+        pair("folklore", forward, ONE, FOLKLORE, THROUGH, way=("folklore", "wrapper")),
         pair("sharded-optimizer", partial(forward, sharded=True), ONE, EQUAL, THROUGH, way=("module", "wrapper")),
-        changed("enlarged", apart("gradients", "2 of 3"), "a layer is added and another thawed", "before"),
-        changed("converted", TWO, "float64 and back", "wrapped again"),
-        changed("loaded", apart("weights", "2 of 2"), "rank 0 alone loads weights", "before"),
-        pair("loss-weights", loss_with_weights, OF_TWO, "DDP wraps the model", "both", wrapped=(False, True)),
-        pair("backward-outside", accumulate, ONE, "a forward in no_sync", "outside", way=("outside", "right")),
-        pair("leftover", accumulate, ONE, "the epoch ends in no_sync", "outside", way=("leftover", "right")),
-        pair("autograd-grad", outside, ONE, "autograd.grad returns them", "an all-reduce", averaged=(False, True)),
-        pair("static-graph", inner_gradient, ONE, "an inner autograd.grad", "no static_graph", static=(True, False)),
-        pair("fsdp2-ignored", IGNORED, ONE, "FSDP2 ignores it", "an all-reduce", averaged=(False, True), torch=">=2.9"),
-        pair("fsdp1-mesh", mesh_of_one, ONE, "a shard of 1", "no mesh", mesh=(True, False), torch=">=2.4"),
-        pair("own-rate", partial(update, own="rate"), WEIGHT, RATE, "the mean does", shared=(False, True)),
-        pair("own-state", partial(update, own="state"), WEIGHT, STATE, "all ranks do", shared=(False, True)),
-        pair("prepare", prepare, ONE, "its result is thrown away", "it is kept", kept=(False, True), accelerate=""),
-        pair("trainer", trainer, ONE, "self.model", "its argument", argument=(False, True), **HUGGING_FACE),
-        pair("lightning", lightning, TWO, *WAYS, way=WAYS, lightning=">=2.2"),
-        pair("lightning-finetuning", lightning, OF_TWO, "it thaws", "rate 0", way=THAWS, lightning=">=2.2"),
-        pair("deepspeed", engine, WEIGHT, "loss.backward()", "the engine's", own=(False, True), deepspeed=">=0.19"),
+        changed(
+            "enlarged",
+            apart("gradients", "2 of 3"),
+            "one layer is added and another unfrozen after DDP wrapped the model",
+            "the layer is added and the other unfrozen before DDP wraps the model",
+        ),
+        changed(
+            "converted",
+            TWO,
+            "the model is converted to float64 and back after DDP wrapped it",
+            "DDP wraps the model again after the conversion",
+            "wrapped again",
+        ),
+        changed(
+            "loaded",
+            apart("weights", "2 of 2"),
+            "only rank 0 loads weights, after DDP wrapped the model",
+            "rank 0 loads weights before DDP wraps the model and broadcasts them",
+        ),
+        pair(
+            "loss-weights",
+            loss_with_weights,
+            OF_TWO,
+            "DDP wraps the model but not the loss, which has a weight as well",
+            "DDP wraps the model and the loss",
+            wrapped=(False, True),
+        ),
+        pair(
+            "backward-outside",
+            accumulate,
+            ONE,
+            "the forward is in no_sync and the backward outside, so DDP reduces nothing",
+            OUTSIDE_NO_SYNC,
+            way=("outside", "right"),
+        ),
+        pair("leftover", accumulate, ONE, EPOCH_END, OUTSIDE_NO_SYNC, way=("leftover", "right")),
+        pair(
+            "autograd-grad",
+            outside,
+            ONE,
+            "torch.autograd.grad returns the gradients, and DDP does not reduce them",
+            BY_HAND,
+            averaged=(False, True),
+        ),
+        pair(
+            "static-graph",
+            inner_gradient,
+            ONE,
+            "an inner torch.autograd.grad makes DDP with static_graph=True skip the reduction",
+            "the same gradient penalty is trained without static_graph",
+            static=(True, False),
+        ),
+        pair(
+            "fsdp2-ignored",
+            IGNORED,
+            ONE,
+            "FSDP2 does not reduce the gradient of a parameter in ignored_params",
+            BY_HAND,
+            averaged=(False, True),
+            torch=">=2.9",
+        ),
+        pair(
+            "fsdp1-mesh",
+            mesh_of_one,
+            ONE,
+            "FSDP1 has a mesh whose shard dimension is 1, and does not reduce between the replicas",
+            "FSDP1 uses NO_SHARD without a mesh",
+            mesh=(True, False),
+            torch=">=2.4",
+        ),
+        pair(
+            "own-rate",
+            partial(update, own="rate"),
+            WEIGHT,
+            "each rank's scheduler sets the learning rate by that rank's metric",
+            "each rank's scheduler uses the mean metric of all ranks",
+            shared=(False, True),
+        ),
+        pair(
+            "own-state",
+            partial(update, own="state"),
+            WEIGHT,
+            "only rank 0 loads the optimizer's state",
+            "every rank loads the optimizer's state",
+            shared=(False, True),
+        ),
+        pair(
+            "prepare",
+            prepare,
+            ONE,
+            "the script throws away the model that accelerate's prepare returns",
+            "the script uses the model that accelerate's prepare returns",
+            kept=(False, True),
+            accelerate="",
+        ),
+        pair(
+            "trainer",
+            trainer,
+            ONE,
+            "compute_loss calls self.model, which is not wrapped in DDP",
+            "compute_loss calls its argument `model`",
+            argument=(False, True),
+            **HUGGING_FACE,
+        ),
+        pair(
+            "lightning",
+            lightning,
+            TWO,
+            "manual optimization calls loss.backward()",
+            "manual optimization calls self.manual_backward(loss)",
+            way=WAYS,
+            lightning=">=2.2",
+        ),
+        pair(
+            "lightning-finetuning",
+            lightning,
+            OF_TWO,
+            "BackboneFinetuning unfreezes the backbone after DDP wrapped the model",
+            "the backbone is never frozen, but its learning rate is 0 in the first epoch",
+            way=THAWS,
+            lightning=">=2.2",
+        ),
+        pair(
+            "deepspeed",
+            train_with_deepspeed,
+            WEIGHT,
+            "the script calls loss.backward() instead of the engine's backward",
+            "the script calls engine.backward(loss)",
+            engine_backward=(False, True),
+            deepspeed=">=0.19",
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Only rank 0 reduces a metric: its next calls pair with later ones of the other rank, and its last one with none."""
+"""Only rank 0 reduces a metric, so its next collectives pair with the wrong ones of rank 1, and its last with none."""
 
 from __future__ import annotations
 
@@ -34,20 +34,23 @@ Call = Tuple[int, str]  # line, name
 
 
 def train(ctx: Context, *, everyone_reduces: bool, barrier_before: bool = False) -> None:
-    """Three steps; a metric is reduced in the second, as long as the gradient. A wrong sum is noted, never raised."""
+    """Three steps; in the second, a metric with the shape of the gradient is reduced.
+
+    A wrong sum raises only at the end, because in a real job nothing notices it.
+    """
     import torch
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     wrong: List[str] = []
 
-    def add_up(what: str, mine: float, total: float) -> None:
-        accuracy = torch.full((4,), float(mine), device=ctx.device)
+    def add_up(name: str, value: float, total: float) -> None:
+        numbers = torch.full((4,), float(value), device=ctx.device)
         try:
-            dist.all_reduce(accuracy)
-        except RuntimeError as error:  # gloo; with nccl the watchdog ends the process
+            dist.all_reduce(numbers)
+        except RuntimeError as error:  # only with gloo: with nccl the watchdog ends the process
             raise RuntimeError(f"{error} Before that, without an error: {'; '.join(wrong)}") from error
-        if accuracy[0].item() != total:
-            wrong.append(f"{what} is {accuracy[0].item():.0f}, not {total:.0f}")
+        if numbers[0].item() != total:
+            wrong.append(f"{name} is {numbers[0].item():.0f}, not {total:.0f}")
             sys.stderr.write(wrong[-1] + "\n")
 
     ctx.reached()
@@ -62,7 +65,7 @@ def train(ctx: Context, *, everyone_reduces: bool, barrier_before: bool = False)
 
 
 def report(ctx: Context, *, everyone_reduces: bool) -> None:
-    """A metric that one rank logs."""
+    """Rank 0 logs a metric; every rank reduces it, or only rank 0 does."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
@@ -83,7 +86,7 @@ def report(ctx: Context, *, everyone_reduces: bool) -> None:
 
 
 def evaluate(ctx: Context, *, through_ddp: bool) -> None:
-    """One rank evaluates a model with buffers. DDP's forward broadcasts these, in eval mode too; the module's not."""
+    """Rank 1 evaluates a model with buffers, which DDP's forward broadcasts in eval mode too; the module's does not."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -94,7 +97,7 @@ def evaluate(ctx: Context, *, through_ddp: bool) -> None:
     tokens = torch.ones(2, 4, device=ctx.device)
     model(tokens).sum().backward()
     ctx.reached()
-    if ctx.rank == 1:  # it gets the buffers; those of rank 0 would be sent, and meet a later call
+    if ctx.rank == 1:  # rank 1 waits for the buffers; rank 0 would send them, and a later call would take them
         model.eval()
         with torch.no_grad():
             (model if through_ddp else model.module)(tokens)
@@ -102,7 +105,7 @@ def evaluate(ctx: Context, *, through_ddp: bool) -> None:
 
 
 def skip(ctx: Context, *, together: bool) -> None:
-    """Three steps; the data of rank 1 is bad in the second, which it skips: alone, or with the other rank."""
+    """Three steps; rank 1 has bad data in the second and skips it, either alone or together with rank 0."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
@@ -125,9 +128,9 @@ def skip(ctx: Context, *, together: bool) -> None:
 
 
 def score(ctx: Context, *, fixed_names: bool) -> None:
-    """Two metrics, of which each rank has met one: reduced by the names it has, or by one list on every rank.
+    """Each rank has values of one of two metrics, and reduces only that metric, or both from a fixed list of names.
 
-    With the list a rank may have met none at all, whose numbers would be integers without the dtype.
+    The first round with the list gives rank 1 no values, so that its numbers would be integers without the dtype.
     """
     import torch
 
@@ -156,11 +159,11 @@ def score(ctx: Context, *, fixed_names: bool) -> None:
 
 
 def stop(ctx: Context, *, own_count: bool) -> None:
-    """Training until enough steps are done, counted by a progress bar that counts on rank 0 only."""
+    """Trains until a count of steps is reached: the rank's own, or that of a progress bar that is only on rank 0."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
-    bar = 0  # tqdm(disable=rank != 0).n stays 0 where the bar is disabled
+    bar = 0  # tqdm(disable=rank != 0).n stays 0 on the ranks that disable the bar
     done = 0
     ctx.reached()
     while (done if own_count else bar) < 2 and done < 4:
@@ -173,7 +176,7 @@ def stop(ctx: Context, *, own_count: bool) -> None:
 
 
 def coalesce(ctx: Context) -> None:
-    """Two all-gathers in one coalesced call, on every rank: nothing is wrong with it."""
+    """Every rank gathers two tensors in one coalesced call, which is correct."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -189,7 +192,7 @@ def coalesce(ctx: Context) -> None:
 
 
 def meet_barrier(ctx: Context, *, alike: bool) -> None:
-    """Rank 0 is in a barrier, which has no tensor, while the other reduces one; or both are in the same two calls."""
+    """Rank 0 enters a barrier while rank 1 reduces a tensor, or both ranks make both calls."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -201,7 +204,7 @@ def meet_barrier(ctx: Context, *, alike: bool) -> None:
 
 
 def send(ctx: Context) -> None:
-    """Rank 0 sends to rank 1, then all three enter a barrier: nothing is wrong with it."""
+    """Rank 0 sends a tensor to rank 1, then all three ranks enter a barrier, which is correct."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -226,11 +229,11 @@ COLLECTIVE = re.compile(
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Look in the user's own code for collectives that only some ranks call."""
+    """Looks in the user's code for collectives that only some ranks call."""
     code = params["code"]
     if code is None or not code.exists():
-        why = "no code was given to read" if code is None else f"there is no {code}"
-        return unknown(why, advice="--set code=train.py, or a folder")
+        why = "no code was given" if code is None else f"{code} does not exist"
+        return unknown(why, advice="--set code=train.py, or a folder of Python files")
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
     result: List[str] = []
@@ -240,29 +243,30 @@ def check(params: Mapping[str, Any]) -> Finding:
             break
         try:
             tree = ast.parse(file.read_text(errors="replace"))
-            result += [f"{file}:{line}: {name} is called on some ranks only" for line, name in lopsided(tree)]
+            result += [f"{file}:{line}: only some ranks call {name}" for line, name in lopsided(tree)]
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
     if result:
-        return exposed(*result[:10], advice="call it on every rank; guard only what is done with the result")
+        return exposed(*result[:10], advice="call the collective on every rank, and guard only the use of its result")
     return unknown(
-        f"no collective that only some ranks call was found in the {read} of {len(files)} files that were read",
-        "conditions on data, metrics or time, and calls inside libraries, cannot be seen like this;"
-        " calls of one name under different conditions on the rank are taken for a pair",
+        f"kb read {read} of {len(files)} files and found no collective that only some ranks call",
+        "kb cannot see conditions on data, metrics or time, nor calls inside libraries;"
+        " it takes calls of one name under two conditions on the rank for a pair",
     )
 
 
 def lopsided(tree: ast.AST) -> Iterator[Call]:
-    """Collectives in one branch of an `if` over the rank that the other branch calls more or less often.
+    """Collectives that one branch of an `if` over the rank calls more often than the other branch.
 
-    Not those that another condition on the rank beside it may balance: the others wait, rank 0 loads, rank 0 follows.
+    Leaves out a call that an `if` next to it, with another condition on the rank, also makes: the two may be a pair,
+    as when the other ranks wait in a barrier, rank 0 loads, and rank 0 enters the barrier.
     """
     blocks = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse", "finalbody")]
     for block in [block for block in blocks if isinstance(block, list)]:
         found: List[Tuple[str, Call]] = []
         for index, item in enumerate(block):
-            if not isinstance(item, ast.If) or not asks_for_rank(item.test):
+            if not isinstance(item, ast.If) or not depends_on_rank(item.test):
                 continue
             rest = block[index + 1 :] if isinstance(item.body[-1], (ast.Return, ast.Continue)) else []
             in_branch, in_other = collectives(item.body), collectives(item.orelse or rest)
@@ -270,34 +274,34 @@ def lopsided(tree: ast.AST) -> Iterator[Call]:
             calls = {call for call in in_branch + in_other if counts[call[1]] != other_counts[call[1]]}
             found += [(ast.unparse(item.test), call) for call in sorted(calls)]
         for test, call in found:
-            if not any(call[1] == other[1] and test != beside for beside, other in found):
+            if not any(call[1] == other[1] and test != other_test for other_test, other in found):
                 yield call
 
 
-def asks_for_rank(test: ast.AST) -> bool:
-    """Not `rank != -1`, `rank >= 0` or `rank is not None`, which ask whether the job is distributed at all."""
+def depends_on_rank(test: ast.AST) -> bool:
+    """False for `rank != -1`, `rank >= 0` and `rank is not None`, which test whether the job is distributed at all."""
     if isinstance(test, ast.BoolOp):
-        return any(asks_for_rank(value) for value in test.values)
+        return any(depends_on_rank(value) for value in test.values)
     if isinstance(test, ast.Compare) and is_the_same_everywhere(test):
         return False
     return any(RANK.search(str(getattr(node, "id", getattr(node, "attr", "")))) for node in ast.walk(test))
 
 
 def is_the_same_everywhere(test: ast.Compare) -> bool:
-    what = ast.unparse(test)[len(ast.unparse(test.left)) :].strip()
-    return what in ("!= -1", "== -1", "> -1", ">= 0", "< 0", "is None", "is not None")
+    comparison = ast.unparse(test)[len(ast.unparse(test.left)) :].strip()
+    return comparison in ("!= -1", "== -1", "> -1", ">= 0", "< 0", "is None", "is not None")
 
 
 def collectives(block: Sequence[ast.AST]) -> List[Call]:
-    """Calls by name, without those in a group of their own (a keyword, or third), which do not concern the others."""
+    """The collectives in a block, except those with a group (a keyword or the third argument), which not all join."""
     calls = [node for item in block for node in ast.walk(item) if isinstance(node, ast.Call)]
     calls = [call for call in calls if len(call.args) < 3 and "group" not in {word.arg for word in call.keywords}]
     named = [(call.lineno, ast.unparse(call.func).split(".")[-1]) for call in calls]
     return [(line, name) for line, name in named if COLLECTIVE.fullmatch(name)]
 
 
-SOME = "rank 0 alone reduces a metric, so each later call of its meets another one of the other rank"
-ALL = "every rank reduces the metric, rank 0 alone could print it"
+SOME = "only rank 0 reduces a metric, so from then on each of its calls pairs with a later one of rank 1"
+ALL = "every rank reduces the metric, and only rank 0 needs to print it"
 
 gloo = Experiment(
     name="gloo",
@@ -323,7 +327,7 @@ def variant(
     expect: Expect = TIMEOUT,
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Experiment:
-    """`change` are the keywords of the fixed job; the control arm has each the other way round."""
+    """`change` holds the keywords of the treatment arm; the control arm negates each of them."""
     broken = {key: not value for key, value in change.items()}
     return Experiment(
         name=name,
@@ -337,50 +341,50 @@ reported = variant(
     "report",
     report,
     {"everyone_reduces": True},
-    "rank 0 alone reduces what it alone logs",
-    "every rank reduces, rank 0 logs",
+    "only rank 0 reduces the metric that it logs, and waits for the other rank",
+    "every rank reduces the metric, and only rank 0 logs it",
 )
 evaluated = variant(
     "evaluation",
     evaluate,
     {"through_ddp": False},
-    "one rank evaluates through DDP",
-    "one rank evaluates with the module inside DDP, which communicates nothing",
+    "rank 1 evaluates through DDP, whose forward waits for the buffers of rank 0",
+    "rank 1 evaluates with the module inside DDP, whose forward does not communicate",
 )
 skipped = variant(
     "skip",
     skip,
     {"together": True},
-    "one rank skips a batch by itself",
-    "the ranks agree first, in one small collective, and skip together",
+    "rank 1 skips a batch alone, so it makes fewer all-reduces than rank 0",
+    "the ranks first agree in one small all-reduce, and skip the batch together",
 )
 named = variant(
     "names",
     score,
     {"fixed_names": True},
-    "each rank reduces the metrics that it has, so different ones meet",
-    "each rank reduces one list of names, with sum 0 and count 0 where it has no value",
+    "each rank reduces only the metrics that it has, so two different metrics are added up",
+    "each rank reduces a fixed list of metrics, with sum 0 and count 0 for those without a value",
     symptom(r"the means \{'(accuracy|length)': 100\.3\d*\}"),
 )
 counted = variant(
     "progress-bar",
     stop,
     {"own_count": True},
-    "the loop ends when the progress bar is full, and it is disabled off rank 0",
-    "the loop ends when the rank's own count says so",
+    "the loop ends when the progress bar is full, but the bar counts on rank 0 only",
+    "the loop ends when the rank's own count of steps says so",
 )
 synchronised = variant(
     "barrier",
     train,
     {"everyone_reduces": True, "barrier_before": False},
-    "rank 0 alone reduces a metric; the barrier before it is one more call of its own",
+    "only rank 0 reduces a metric, and the barrier before it is one more call that only rank 0 makes",
     ALL,
 )
 in_detail = variant(
     "debug-detail",
     train,
     {"everyone_reduces": True},
-    f"{SOME}; torch checks each call",
+    "only rank 0 reduces a metric, and torch's debug mode checks each call and reports the missing rank",
     ALL,
     raised(r"Ranks 1 failed to pass monitoredBarrier in \d+ ms"),
     {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
@@ -390,14 +394,14 @@ coalesced = Experiment(
     control=Arm(
         coalesce,
         expect=symptom(r"ended with: Backend \w+ does not support allgather_into_tensor_coalesced"),
-        because="torch checks each call, and every rank gathers two tensors in one coalesced call",
+        because="every rank makes the same coalesced all-gather, but torch's debug mode cannot run it",
         fidelity="cpu",
         env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     ),
     treatment=Arm(
         coalesce,
         expect=completed(),
-        because="the same call unchecked",
+        because="without the debug mode the same coalesced all-gather works",
         fidelity="cpu",
         env={"TORCH_DISTRIBUTED_DEBUG": "OFF"},
     ),
@@ -409,8 +413,8 @@ fingerprint = variant(
     "fingerprint",
     meet_barrier,
     {"alike": True},
-    "torch says that the rank in the barrier reduces, or that the rank in the all-reduce gathers",
-    "both ranks make the same calls",
+    "rank 0 is in a barrier and rank 1 in an all-reduce; torch names a wrong operation for the other rank",
+    "both ranks make both calls in the same order",
     raised(rf"OpType=(BARRIER\), but Rank 1 {OTHER}OpType=GATHER|ALLREDUCE, .*, but Rank 0 {OTHER}OpType=REDUCE)\)"),
     {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
 )
@@ -421,14 +425,14 @@ sent = Experiment(
         expect=symptom(
             r"OpType=BARRIER\)\.Collectives differ in the following aspects:\s+Sequence number: (0vs 1|1vs 0)"
         ),
-        because="torch checks each call, and two ranks have counted a send and a receive as well",
+        because="the calls are right, but torch's debug mode also counts the send and the receive of two ranks",
         fidelity="cpu",
         env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
     ),
     treatment=Arm(
         send,
         expect=completed(),
-        because="the same calls unchecked",
+        because="without the debug mode the same calls work",
         fidelity="cpu",
         env={"TORCH_DISTRIBUTED_DEBUG": "OFF"},
     ),
@@ -438,7 +442,9 @@ sent = Experiment(
 
 probe = Probe(
     check=check,
-    params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
+    params={
+        "code": Param("path", "your training script, or a folder of Python files, in which to look for such calls")
+    },
     experiments=(
         gloo.on_gpus(
             expect=raised(

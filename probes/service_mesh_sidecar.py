@@ -1,4 +1,4 @@
-"""A proxy takes the connection between two ranks and does not carry it, as one that a service mesh injects may do."""
+"""A proxy accepts the connection between two ranks and does not forward it, as a service mesh's sidecar may do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 from kb.host import file_text
 from kb.probe import (
@@ -36,18 +36,18 @@ from kb.probe import (
 from kb.training_config import spans_nodes
 
 HERE = "127.0.0.1"
-SIDECAR = 2  # the rank that trains nothing: the proxy in the pod of rank 1
+SIDECAR = 2  # this rank does not train: it is the proxy in the pod of rank 1
 READY = b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n"
 
 
 class Proxy:
-    """Accepts at a port of its own; `port_behind` is the one that the client means.
+    """Accepts connections on its own port, in place of the server on `port_behind`.
 
-    `does` is what follows: it will `hold` the connection, `close` it, or carry it from the client's `first-bytes` on.
+    Its `behaviour` is to `hold` a connection, to `close` it, or to forward it after the client's `first-bytes`.
     """
 
-    def __init__(self, does: str) -> None:
-        self.does, self.port_behind = does, 0
+    def __init__(self, behaviour: str) -> None:
+        self.behaviour, self.port_behind = behaviour, 0
         self.ends: List[socket.socket] = []
         self.listener = socket.create_server((HERE, 0), backlog=64)
         self.port: int = self.listener.getsockname()[1]
@@ -57,12 +57,12 @@ class Proxy:
         while True:
             client, _ = self.listener.accept()
             self.ends.append(client)
-            if self.does == "close":
+            if self.behaviour == "close":
                 client.close()
-            elif self.does == "first-bytes":
-                threading.Thread(target=self.carry, args=(client,), daemon=True).start()
+            elif self.behaviour == "first-bytes":
+                threading.Thread(target=self.forward, args=(client,), daemon=True).start()
 
-    def carry(self, client: socket.socket) -> None:
+    def forward(self, client: socket.socket) -> None:
         with suppress(OSError):
             client.recv(1, socket.MSG_PEEK)
             server = self.connect()
@@ -71,7 +71,7 @@ class Proxy:
             pump(client, server)
 
     def connect(self) -> socket.socket:
-        """Rank 0 may not listen yet, and the client is accepted already."""
+        """Retries, because the proxy accepts a client even if rank 0 does not listen yet."""
         end = time.monotonic() + 20
         while True:
             try:
@@ -94,9 +94,9 @@ def pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def start(ctx: Context, *, through: str, host_s: float = 2, client_s: float = 60, speaks_first: str = "client") -> None:
-    """Ranks 0 and 1 meet at rank 0's port. With `through` rank 1 reaches that port by its proxy, else directly."""
+    """Ranks 0 and 1 meet at rank 0's port. With `through`, rank 1 connects to the proxy instead of that port."""
     if ctx.rank < SIDECAR:
-        import torch  # noqa: F401  # before the mark: its import takes a while on a busy machine
+        import torch  # noqa: F401  # the import is slow on a busy machine, so it comes before ctx.reached()
     proxy = Proxy(through) if ctx.rank == SIDECAR else None
     if proxy:
         write(ctx, "proxy", proxy.port)
@@ -107,22 +107,21 @@ def start(ctx: Context, *, through: str, host_s: float = 2, client_s: float = 60
         greet(ctx, port)
     elif not proxy:
         join(ctx.rank, port, client_s if ctx.rank else host_s)
-    assert ctx.meet("started", timeout_s=60)  # a proxy stays as long as its job
+    assert ctx.meet("started", timeout_s=60)  # the proxy stays until the job has ended
 
 
 def join(rank: int, port: int, timeout_s: float) -> None:
     import torch
     import torch.distributed as dist
 
-    patience = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", f"tcp://{HERE}:{port}", patience, 2, rank)
+    dist.init_process_group("gloo", f"tcp://{HERE}:{port}", timedelta(seconds=timeout_s), 2, rank)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == 2
 
 
 def greet(ctx: Context, port: int) -> None:
-    """A service whose server says the first word, as that of a data base does."""
+    """A service whose server sends the first bytes, as a database does."""
     if ctx.rank == 0:
         with socket.create_server((HERE, port)) as server:
             write(ctx, "greeting", port)
@@ -136,11 +135,11 @@ def greet(ctx: Context, port: int) -> None:
                 assert client.recv(5) == b"hello"
             except socket.timeout as error:
                 waited = time.monotonic() - begin
-                raise Symptom(f"connected, and no first word of the server within {waited:.1f} s") from error
+                raise Symptom(f"connected, but the server sent nothing within {waited:.1f} s") from error
 
 
 def connect_pairs(ctx: Context, *, through: str) -> None:
-    """The store is reached directly. The ports that gloo's pairs listen at are the kernel's choice, as NCCL's are."""
+    """The ranks reach the store directly; gloo's pairs, on ports that the kernel chooses, connect `through` a proxy."""
     import torch
     import torch.distributed as dist
 
@@ -153,10 +152,10 @@ def connect_pairs(ctx: Context, *, through: str) -> None:
         return b"\x02\x00" + proxy.port.to_bytes(2, "big") + bytes(address.group(2))
 
     class Store(dist.Store):  # type: ignore[misc]
-        """What the rules of a pod do to a connection: the address is right, and at it the proxy answers."""
+        """Puts a proxy's port into each address, as the rules of a pod redirect a connection to its proxy."""
 
         def get(self, key: str) -> bytes:
-            address = rb"\x02\x00(..)(\x7f\x00\x00\x01)"  # of socket.h: family, port, 127.0.0.1
+            address = rb"\x02\x00(..)(\x7f\x00\x00\x01)"  # a sockaddr_in: family, port, 127.0.0.1
             value = store.get(key)
             return re.sub(address, redirected, value, flags=re.DOTALL) if through else value
 
@@ -178,7 +177,7 @@ def connect_pairs(ctx: Context, *, through: str) -> None:
     group = Store()
     ctx.reached()
     dist.init_process_group("gloo", store=group, rank=ctx.rank, world_size=2, timeout=timedelta(seconds=3))
-    assert ctx.meet("joined")  # one end of a pair believes itself connected before the other end is
+    assert ctx.meet("joined")  # one end of a pair may be connected before the other end is
     total = torch.ones(1)
     dist.all_reduce(total)
     ctx.note(connections=sum(len(proxy.ends) for proxy in proxies))
@@ -187,9 +186,9 @@ def connect_pairs(ctx: Context, *, through: str) -> None:
 
 
 def download(ctx: Context, *, wait: bool) -> None:
-    """A program with one request, which its own proxy has to carry, and which starts a second before that."""
+    """A program sends one request through its proxy, which begins to listen a second later; or it waits for it."""
     server = socket.socket()
-    server.bind((HERE, 0))  # the port is taken, and refuses until something listens
+    server.bind((HERE, 0))  # the port refuses connections until something listens
     port = server.getsockname()[1]
     ctx.reached()
     threading.Thread(target=become_ready, args=(server,), daemon=True).start()
@@ -236,7 +235,7 @@ def read(ctx: Context, name: str) -> int:
 
 # --- the check -----------------------------------------------------------------------------------------------------
 
-# Ports that must all listen in the network of this pod.
+# A mesh's proxy is in this pod if all of its ports listen in the pod's network.
 MESHES = {
     "Istio's sidecar, or ztunnel of its ambient mode": (15001, 15006),
     "Linkerd's sidecar": (4140, 4143),
@@ -246,48 +245,51 @@ TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Whether a proxy of a service mesh listens in the network of this process, which it shares with its pod."""
-    several = spans_nodes(params["nodes"])
-    listening = ports()
+    """Does a proxy of a service mesh listen in this pod's network, which this process shares?"""
+    spans_pods = spans_nodes(params["nodes"])
+    listening = listening_ports()
     if listening is None:
-        return unknown(f"{TABLES[0]} cannot be read here")
-    found = [
-        f"{mesh} listens at {' and '.join(map(str, numbers))}"
+        return unknown(f"kb cannot read {TABLES[0]}")
+    proxies = [
+        f"{mesh} listens on ports {' and '.join(map(str, numbers))}"
         for mesh, numbers in MESHES.items()
-        if listening.keys() >= set(numbers)
+        if listening >= set(numbers)
     ]
-    if found and several:
-        return exposed(*found, "the job spans pods", advice="no sidecar: see Fix 1; Fix 2 and 3 cannot be seen here")
-    if found:
-        return unknown(*found, "whether the job spans pods, and which ports are left to it, cannot be seen from here")
-    here = "no proxy of Istio, Linkerd or Consul listens in this network"
-    if several is False:
-        return clear(here, "the job stays in this pod")
-    return unknown(here, "whether the other pods have one, or the nodes, cannot be seen from here")
+    if proxies and spans_pods:
+        advice = "remove the sidecar, see Fix 1; ignore this if Fix 2 or 3 is in place, which kb cannot see from here"
+        return exposed(*proxies, "the job spans several pods", advice=advice)
+    if proxies:
+        return unknown(
+            *proxies, "kb cannot see whether the job spans several pods, nor which ports the proxy leaves out"
+        )
+    no_proxy = "no proxy of Istio, Linkerd or Consul listens in this pod's network"
+    if spans_pods is False:
+        return clear(no_proxy, "the job runs in this pod only")
+    return unknown(no_proxy, "kb cannot see from here whether the other pods or the nodes have a proxy")
 
 
-def ports() -> Optional[Dict[int, str]]:
-    """Port to the number of the user that listens at it; None where the kernel's table cannot be read."""
-    found: Dict[int, str] = {}
+def listening_ports() -> Optional[Set[int]]:
+    """The TCP ports on which a process listens in this network; None if the kernel's table cannot be read."""
+    ports: Set[int] = set()
     if not file_text(TABLES[0]):
         return None
     for line in "\n".join(file_text(table) for table in TABLES).splitlines():
         words = line.split()
         if len(words) > 7 and words[3] == "0A":  # TCP_LISTEN
             with suppress(ValueError):
-                found[int(words[1].rpartition(":")[2], 16)] = words[7]
-    return found
+                ports.add(int(words[1].rpartition(":")[2], 16))
+    return ports
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
 
-PROXY = "a sidecar of Istio: a plain TCP proxy before rank 0's port, at a port of its own instead of by iptables"
+PROXY = "a sidecar of Istio; here rank 1 connects to a plain TCP proxy, without iptables rules"
 CLOSED = r"(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes|Connection was likely closed)"
 PAIR_RESET = r"Read error \[.{1,60}\]\S*: Connection reset by peer"
 ABORTED = r"getpeername: Transport endpoint is not connected"  # gloo of torch 2.2
 PAIR_CLOSED = rf"(pair\.(cc|h):\d+\] ({PAIR_RESET}|Connection closed by peer|Connect timeout)|{ABORTED})"
 TORCH = {"torch": ">=2.2"}
-DIRECT = "rank 1 connects to rank 0 itself, as a pod without a sidecar does"
+DIRECT = "rank 1 connects directly to rank 0, as it does in a pod without a sidecar"
 
 
 def pair(
@@ -299,13 +301,13 @@ def pair(
     world_size: int = 3,
     deadline_s: float = 30,
 ) -> Experiment:
-    """`texts` are how the control arm ends, and what each arm does."""
+    """`texts` holds how the control arm ends, and what the control and the treatment arm do."""
     expect, because, fix = texts
-    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": PROXY}
+    fidelity: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": PROXY}
     return Experiment(
         name,
-        control=Arm(broken, expect, because=because, **like),
-        treatment=Arm(fixed, completed(), because=fix, **like),
+        control=Arm(broken, expect, because=because, **fidelity),
+        treatment=Arm(fixed, completed(), because=fix, **fidelity),
         world_size=world_size,
         needs=Needs(packages=packages),
         deadline_s=deadline_s,
@@ -316,14 +318,14 @@ def pair(
 ONE_OF_TWO = r"Timed out after \d+ seconds waiting for clients\. 1/2 clients joined"
 
 probe = Probe(
-    params={"nodes": Param("int", "how many pods the job has; 0: as the launcher's variables say", 0)},
+    params={"nodes": Param("int", "number of pods of the job; 0 takes it from the launcher's variables", 0)},
     check=check,
     experiments=(
         pair(
             "held",
             partial(start, through="hold"),
             partial(start, through="", host_s=20),
-            (raised(ONE_OF_TWO), "the proxy accepts the connection of rank 1 and leaves it there", DIRECT),
+            (raised(ONE_OF_TWO), "the proxy accepts rank 1's connection and never forwards it to rank 0", DIRECT),
         ),
     ),
     variants=(
@@ -333,7 +335,7 @@ probe = Probe(
             partial(start, through="", host_s=20, client_s=20),
             (
                 hung("init_process_group"),
-                "the proxy holds the connection, and rank 1, with a timeout of one second, waits on after twelve",
+                "the proxy never forwards the connection, and rank 1 still waits after 12 s despite a timeout of 1 s",
                 DIRECT,
             ),
             deadline_s=12,
@@ -342,7 +344,11 @@ probe = Probe(
             "closed",
             partial(start, through="close", host_s=30, client_s=3),
             partial(start, through="", host_s=20, client_s=20),
-            (raised(CLOSED), "the proxy accepts and closes, as where it refuses plain text, or has no way on", DIRECT),
+            (
+                raised(CLOSED),
+                "the proxy accepts and closes the connection, as it does if it rejects plaintext or has no route",
+                DIRECT,
+            ),
         ),
         pair(
             "other-ports",
@@ -350,8 +356,8 @@ probe = Probe(
             partial(connect_pairs, through=""),
             (
                 raised(PAIR_CLOSED),
-                "the port of the store is left out of the mesh, those of gloo's pairs are not",
-                "all ports are left out of the mesh",
+                "the mesh excludes the store's port but not the ports of gloo's pairs, whose connections it closes",
+                "the mesh excludes all ports",
             ),
             world_size=2,
         ),
@@ -360,9 +366,9 @@ probe = Probe(
             partial(start, through="first-bytes", host_s=20, client_s=20, speaks_first="server"),
             partial(start, through="first-bytes", host_s=20, client_s=20, speaks_first="client"),
             (
-                symptom("connected, and no first word of the server"),
-                "the proxy connects on after the client's first bytes, and the server has the first word",
-                "the same proxy: the clients of torch's store and of gloo speak first",
+                symptom("connected, but the server sent nothing"),
+                "the proxy waits for the client's first bytes, but in this protocol the server sends first",
+                "the same proxy forwards torch's store and gloo, whose clients send first",
             ),
         ),
         pair(
@@ -371,8 +377,8 @@ probe = Probe(
             partial(download, wait=True),
             (
                 symptom("the only request failed .*Connection refused"),
-                "the program asks once, before its proxy listens",
-                "it asks the proxy whether it is ready, until it is",
+                "the program sends its only request before its proxy listens",
+                "the program asks the proxy until it is ready",
             ),
             packages={},
             world_size=1,

@@ -1,4 +1,4 @@
-"""The tokenizer has one token more than the model has embedding rows, and only one rank's batch contains it."""
+"""The tokenizer has one more token than the model has embedding rows, and only one rank's batch contains that token."""
 
 from __future__ import annotations
 
@@ -27,17 +27,12 @@ from kb.probe import (
     unknown,
 )
 
-ROWS, NEW_ID = 32, 32  # the ids 0 to 31 have a row
+ROWS, NEW_ID = 32, 32  # ids 0 to 31 have a row, id 32 does not
 
 
-def train(ctx: Context, *, fix: str) -> None:
-    """Three steps of DDP on two ranks. The new token is in the batch of rank 1 in step 1, as a pad token would be."""
+def build_model() -> Any:
+    """An embedding with one row per old token, and a linear head."""
     import torch
-    from torch.nn.functional import cross_entropy
-    from torch.nn.parallel import DistributedDataParallel
-
-    dist = ctx.init_process_group(timeout_s=10)
-    torch.manual_seed(0)
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -46,7 +41,7 @@ def train(ctx: Context, *, fix: str) -> None:
             self.head = torch.nn.Linear(8, 4)
 
         def resize(self, rows: int) -> None:
-            """New rows get the mean of the old ones. A new embedding is a new parameter."""
+            """Replaces the embedding by one of `rows` rows, a new parameter; a new row is the mean of the old rows."""
             old = self.embed_tokens.weight.detach()
             grown = torch.cat([old, old.mean(0).repeat(max(0, rows - len(old)), 1)])[:rows]
             self.embed_tokens = torch.nn.Embedding.from_pretrained(grown, freeze=False)
@@ -54,19 +49,38 @@ def train(ctx: Context, *, fix: str) -> None:
         def forward(self, ids: Any) -> Any:
             return self.head(self.embed_tokens(ids)).mean(1)
 
-    model = Model().to(ctx.device)
+    return Model()
+
+
+def make_batch(ctx: Context, step: int) -> Any:
+    """Four ids. Rank 1 has the new token in step 1, as it would have a pad token."""
+    import torch
+
+    ids = torch.arange(step * 4 + ctx.rank * 16, step * 4 + ctx.rank * 16 + 4).reshape(2, 2)
+    if step == 1 and ctx.rank == 1:
+        ids[1, 1] = NEW_ID
+    return ids
+
+
+def train(ctx: Context, *, fix: str) -> None:
+    """Three steps of DDP on two ranks."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    torch.manual_seed(0)
+    model = build_model().to(ctx.device)
     if fix in ("resize", "vocab-size"):
-        model.resize(ROWS + (fix == "resize"))  # tokenizer.vocab_size leaves the added token out
+        model.resize(ROWS + (fix == "resize"))  # tokenizer.vocab_size does not count the added token
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
-    if fix == "late":  # after DDP and the optimizer took their parameters
+    if fix == "late":  # DDP and the optimizer hold the old parameter
         model.resize(ROWS + 1)
     first = model.embed_tokens.weight.detach().clone()
     ctx.reached()
     for step in range(3):
-        ids = torch.arange(step * 4 + ctx.rank * 16, step * 4 + ctx.rank * 16 + 4).reshape(2, 2)
-        if step == 1 and ctx.rank == 1:
-            ids[1, 1] = NEW_ID
+        ids = make_batch(ctx, step)
         if fix == "clamp":
             ids = ids.clamp(max=ROWS - 1)
         optimizer.zero_grad()
@@ -78,18 +92,25 @@ def train(ctx: Context, *, fix: str) -> None:
             moved = (model.embed_tokens.weight - first).abs().max().item()
             raise Symptom("in step %d the new rows have moved by %s; DDP: %s" % (step, moved, error)) from error
         optimizer.step()
-    weight = model.embed_tokens.weight.detach()
-    everyones = [torch.empty_like(weight) for _ in range(ctx.world_size)]
+    judge(model.embed_tokens.weight.detach(), first, clamped=fix == "clamp")
+
+
+def judge(weight: Any, first: Any, *, clamped: bool) -> None:
+    """All ranks have the same embedding, and training moved the row of the new token and no other token's row."""
+    import torch
+    import torch.distributed as dist
+
+    everyones = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, weight)
     assert all(torch.equal(everyone, weight) for everyone in everyones), "the ranks trained different embeddings"
-    if fix == "clamp":
+    if clamped:
         moved = (weight[ROWS - 1] - first[ROWS - 1]).abs().max().item()
         raise Symptom("id %d is in no batch, and its row has moved by %.4f" % (ROWS - 1, moved))
     assert not torch.equal(weight[NEW_ID], first[NEW_ID]), "the new row was never trained"
 
 
 def reload(ctx: Context, *, cuts: bool) -> None:
-    """A model with more rows than tokens. Cut down to the tokenizer, it no longer fits the original."""
+    """A model that has more rows than its tokenizer has tokens; cut down to the tokenizer, it no longer loads."""
     import torch
 
     def build(rows: int) -> Any:
@@ -121,7 +142,7 @@ def model_of_16(*, tied: bool = False) -> Any:
 
 
 def train_with_transformers(ctx: Context, *, fix: str) -> None:
-    """A tokenizer made on the spot, a pad token for it, a tiny model with one row per old token."""
+    """A tokenizer that gets a pad token, and a tiny model with one row per old token."""
     import torch
 
     tokenizer, model = tokenizer_of_16(), model_of_16()
@@ -147,7 +168,7 @@ def train_with_transformers(ctx: Context, *, fix: str) -> None:
 
 
 def resize_late(ctx: Context, *, late: bool, wraps: bool) -> None:
-    """Two steps with transformers' own resize, after or before DDP and the optimizer took the parameters."""
+    """Two steps; transformers resizes the model before, or after, DDP and the optimizer take the parameters."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -172,7 +193,7 @@ def resize_late(ctx: Context, *, late: bool, wraps: bool) -> None:
 
 
 def load_adapter(ctx: Context, *, resizes: bool) -> None:
-    """An adapter with the embedding of 17 rows, for a base model that has 16."""
+    """Loads an adapter that contains an embedding of 17 rows; the base model has 16."""
     from peft import LoraConfig, PeftModel, get_peft_model  # type: ignore[import-not-found]
 
     trained, model, adapter = model_of_16(), model_of_16(), ctx.path("adapter")
@@ -190,7 +211,7 @@ def load_adapter(ctx: Context, *, resizes: bool) -> None:
 
 
 def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
-    """One step of LoRA with the new token 16; its `rows` are trained in the input, in all layers with them, or not."""
+    """One step of LoRA with the new token 16. `rows` says which of its rows train: `none`, `input` or `all`."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -206,9 +227,10 @@ def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
     else:
         config = LoraConfig(task_type="CAUSAL_LM")
     model, ids = get_peft_model(model, config), torch.tensor([[1, 16, 3, 16]])
-    embedding, head, every = model.get_input_embeddings(), model.get_output_embeddings(), torch.eye(8)
-    first, first_head = embedding(ids).detach(), head(every).detach()  # by what they compute: PEFT has wrapped them
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    embedding, head, identity = model.get_input_embeddings(), model.get_output_embeddings(), torch.eye(8)
+    # PEFT has wrapped both layers, so their outputs show the rows
+    first, first_head = embedding(ids).detach(), head(identity).detach()
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=1.0)
     ctx.reached()
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
@@ -216,7 +238,7 @@ def train_adapter(ctx: Context, *, rows: str, tied: bool = False) -> None:
     if moved[1] == 0:
         raise Symptom("after a step the rows of 1, 16 and 3 have moved by %s" % moved)
     assert moved[0] == moved[2] == 0, moved
-    moved_head = (head(every).detach() - first_head).abs().amax(0)[[1, 16, 3]].tolist()
+    moved_head = (head(identity).detach() - first_head).abs().amax(0)[[1, 16, 3]].tolist()
     if moved_head[1] == 0:
         raise Symptom(
             "after a step embed_tokens of 16 has moved by %s, lm_head of it by %s" % (moved[1], moved_head[1])
@@ -228,10 +250,11 @@ COMPARE = "print(max(tokenizer.get_vocab().values()), model.get_input_embeddings
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is there a token id without an embedding row in this model's folder?"""
+    """Does the tokenizer have a token id for which the model in this folder has no embedding row?"""
     model, tokenizer = params["model"], params["tokenizer"] or params["model"]
     if model is None:
-        return unknown("no model was named", advice="--set model=folder, and --set tokenizer=folder if it is another")
+        advice = "--set model=FOLDER, and --set tokenizer=FOLDER if the tokenizer is in another folder"
+        return unknown("no model folder was given", advice=advice)
     config = read_json(model / "config.json")
     config = config if isinstance(config, dict) else {}
     config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
@@ -240,31 +263,32 @@ def check(params: Mapping[str, Any]) -> Finding:
     rows = embedding[1] if embedding else declared
     highest, token, source = highest_id(tokenizer)
     if not isinstance(rows, int) or highest is None:
-        missing = "no vocab_size and no embedding" if not isinstance(rows, int) else f"no token ids in {tokenizer}"
-        return unknown(f"{missing} could be read", advice=COMPARE)
-    message = [
+        missing = (
+            f"a vocab_size or an embedding in {model}" if not isinstance(rows, int) else f"token ids in {tokenizer}"
+        )
+        return unknown(f"kb could not read {missing}", advice=COMPARE)
+    evidence = [
         f"{embedding[0]}: {rows} rows" if embedding else f"config.json: vocab_size {rows}",
-        f"{source}: {token!r} is {highest}",
+        f"{source}: token {token!r} has id {highest}",
     ]
     if highest >= rows:
-        advice = (
-            f"model.resize_token_embeddings({highest + 1}) after loading and before LoRA, DDP, FSDP and the optimizer"
-        )
-        return exposed(f"token id {highest} has no embedding row", *message, advice=advice)
+        resize = f"model.resize_token_embeddings({highest + 1})"
+        advice = f"call {resize} after loading and before LoRA, DDP, FSDP and the optimizer"
+        return exposed(f"token id {highest} has no embedding row", *evidence, advice=advice)
     if isinstance(declared, int) and declared != rows:
-        return exposed(
-            f"config.json says vocab_size {declared}", *message, advice="save the model with its own config again"
-        )
+        differs = f"config.json says vocab_size {declared}, which is not the number of saved rows"
+        return exposed(differs, *evidence, advice="save the model again together with its own config")
     if embedding is None:
-        return unknown(*message, "the rows are unknown: only safetensors with input embeddings of one size are read")
+        unread = "kb could not count the saved rows: it reads safetensors whose input embeddings have one size"
+        return unknown(*evidence, unread)
     if not any(ids_in(name, read_json(tokenizer / name)) for name in VOCABULARIES):
-        return unknown(*message, "the vocabulary itself was not read: only tokenizer.json and vocab.json are")
+        return unknown(*evidence, "kb could not read the vocabulary: it reads tokenizer.json and vocab.json only")
     spare = rows - 1 - highest
     if not spare:
-        no_room = "the files fit, and no row is left: a token that the script adds has none"
-        return unknown(no_room, *message, advice=COMPARE)
-    told = f"the highest token id {highest} is below the {rows} embedding rows"
-    return clear(told, f"room for {spare} tokens that the script may add", *message)
+        no_room = "the tokenizer fits the model, but no row is left for a token that the script adds"
+        return unknown(no_room, *evidence, advice=COMPARE)
+    fits = f"the highest token id {highest} is below the {rows} embedding rows"
+    return clear(fits, f"the script may add up to {spare} tokens", *evidence)
 
 
 def read_json(path: Path) -> Any:
@@ -275,7 +299,7 @@ def read_json(path: Path) -> Any:
 
 
 def saved_rows(model: Path) -> Optional[Tuple[str, int]]:
-    """The saved input embedding of a safetensors model: its name and rows, unless there are two of different size."""
+    """The name and number of rows of a safetensors model's input embedding; None if it has several of unequal size."""
     index = read_json(model / "model.safetensors.index.json")
     shards = index.get("weight_map") if isinstance(index, dict) else None
     shards = shards if isinstance(shards, dict) else {}
@@ -295,7 +319,7 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "to
 
 
 def highest_id(folder: Path) -> Tuple[Optional[int], str, str]:
-    """The highest id of a tokenizer's folder, its token, and the file that says so."""
+    """The highest id in a tokenizer's folder, its token, and the file that contains it."""
     best: Tuple[Optional[int], str, str] = (None, "", "")
     for name in (*VOCABULARIES, "added_tokens.json", "tokenizer_config.json"):
         for token, number in ids_in(name, read_json(folder / name)).items():
@@ -310,7 +334,7 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
     if name == "tokenizer.json":
         model = content.get("model")
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
-        if isinstance(vocabulary, list):  # unigram: pairs of token and score
+        if isinstance(vocabulary, list):  # a unigram model has pairs of token and score
             vocabulary = {
                 str(item[0] if item else ""): number for number, item in enumerate(vocabulary) if isinstance(item, list)
             }
@@ -327,14 +351,14 @@ def ids_in(name: str, content: Any) -> Dict[str, Any]:
 
 
 OUT = raised(r"index out of range in self")
-ROW = "the embedding got a row for it before DDP and the optimizer"
+ROW = "the embedding is resized for the new token before DDP and the optimizer take its parameters"
 
 gloo = Experiment(
     name="gloo",
     control=Arm(
         partial(train, fix=""),
         expect=OUT,
-        because="rank 1 meets an id without a row; rank 0 waits for its gradients",
+        because="rank 1 has a token id without an embedding row and raises; rank 0 waits for its gradients",
         fidelity="cpu",
     ),
     treatment=Arm(partial(train, fix="resize"), expect=completed(), because=ROW, fidelity="cpu"),
@@ -351,7 +375,7 @@ def variant(
     fix: str,
     packages: Optional[Mapping[str, str]] = None,
 ) -> Experiment:
-    """With transformers or PEFT where `packages` names them."""
+    """An experiment in plain torch on two ranks, or, with `packages`, in one process with these libraries."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
@@ -370,8 +394,8 @@ RESIZED = partial(train, fix="resize")
 probe = Probe(
     check=check,
     params={
-        "model": Param("path", "the folder of the model: config.json, safetensors"),
-        "tokenizer": Param("path", "the folder of the tokenizer, when it is not the model's"),
+        "model": Param("path", "folder of the model, with config.json and safetensors files"),
+        "tokenizer": Param("path", "folder of the tokenizer, if it is not the model's folder"),
     },
     experiments=(gloo.on_gpus(expect=raised(r"device-side assert triggered")), gloo),
     variants=(
@@ -380,7 +404,7 @@ probe = Probe(
             partial(train, fix="vocab-size"),
             RESIZED,
             OUT,
-            "it is resized to tokenizer.vocab_size, which leaves the added token out",
+            "the embedding is resized to tokenizer.vocab_size, which does not count the added token",
             ROW,
         ),
         variant(
@@ -388,7 +412,7 @@ probe = Probe(
             partial(train, fix="late"),
             RESIZED,
             symptom(r"in step 1 the new rows have moved by 0\.0; DDP: Expected to have finished reduction"),
-            "the embedding is resized after DDP and the optimizer took their parameters",
+            "the embedding is resized after DDP and the optimizer took its parameters, so the new one never trains",
             ROW,
         ),
         variant(
@@ -396,7 +420,7 @@ probe = Probe(
             partial(train, fix="clamp"),
             RESIZED,
             symptom(r"id 31 is in no batch, and its row has moved by 0\.0*[1-9]"),
-            "ids are clamped to the last row: the new token is the word of that row",
+            "clamping the ids turns the new token into the last old token, whose row trains in its place",
             ROW,
         ),
         variant(
@@ -404,8 +428,8 @@ probe = Probe(
             partial(reload, cuts=True),
             partial(reload, cuts=False),
             raised(r"size mismatch for embed_tokens\.weight"),
-            "an embedding with spare rows is resized to the tokenizer, downwards",
-            "it is resized only if the tokenizer has more",
+            "an embedding with spare rows is cut down to the tokenizer, so its weights no longer load",
+            "the embedding is resized only if the tokenizer has more tokens than it has rows",
             {},
         ),
         variant(
@@ -413,8 +437,8 @@ probe = Probe(
             partial(train_with_transformers, fix=""),
             partial(train_with_transformers, fix="resize"),
             OUT,
-            "a pad token is added and nothing else is done",
-            "the model is resized after it",
+            "the script adds a pad token and does not resize the model",
+            "the script resizes the model after it has added the pad token",
             HF,
         ),
         variant(
@@ -422,8 +446,8 @@ probe = Probe(
             partial(train_with_transformers, fix=""),
             partial(train_with_transformers, fix="existing"),
             OUT,
-            "a pad token is added and nothing else is done",
-            "a token that exists is the pad token",
+            "the script adds a pad token and does not resize the model",
+            "the script pads with a token that the tokenizer already has",
             HF,
         ),
         variant(
@@ -431,7 +455,7 @@ probe = Probe(
             partial(load_adapter, resizes=False),
             partial(load_adapter, resizes=True),
             raised(r"size mismatch for \S*embed_tokens\S*"),
-            "the adapter has the embedding of the resized model, the base model was not resized",
+            "the adapter contains the embedding of the resized model, but the base model is not resized",
             "the base model is resized before the adapter is loaded",
             PEFT,
         ),
@@ -440,8 +464,8 @@ probe = Probe(
             partial(resize_late, late=True, wraps=True),
             partial(resize_late, late=False, wraps=True),
             raised(r"EmbeddingBackward0 returned an invalid gradient at index 0 - got \[17, 8\] but expected"),
-            "transformers resizes the model after DDP has wrapped it",
-            "it is resized before",
+            "the model is resized after DDP wrapped it",
+            "the model is resized before DDP wraps it",
             HF,
         ),
         variant(
@@ -449,8 +473,8 @@ probe = Probe(
             partial(resize_late, late=True, wraps=False),
             partial(resize_late, late=False, wraps=False),
             symptom(r"in embed_tokens and lm_head have moved by \[(?!0\.0,)\S+, 0\.0\]"),
-            "transformers resizes the model after the optimizer took its parameters; lm_head is not tied",
-            "it is resized before",
+            "the model is resized after the optimizer took its parameters, so the new lm_head (not tied) never trains",
+            "the model is resized before the optimizer takes its parameters",
             HF,
         ),
         variant(
@@ -458,8 +482,8 @@ probe = Probe(
             partial(train_adapter, rows="none"),
             partial(train_adapter, rows="all"),
             symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
-            "LoRA alone leaves the embedding as it is, the new row included",
-            "trainable_token_indices names the new row, of embed_tokens and of lm_head",
+            "LoRA alone trains no embedding, so the row of the new token never moves",
+            "trainable_token_indices names the new row in embed_tokens and in lm_head",
             PEFT,
         ),
         variant(
@@ -467,8 +491,8 @@ probe = Probe(
             partial(train_adapter, rows="input"),
             partial(train_adapter, rows="all"),
             symptom(r"after a step embed_tokens of 16 has moved by \S+, lm_head of it by 0\.0$"),
-            "trainable_token_indices names embed_tokens only, and lm_head is not tied to it",
-            "it names lm_head too",
+            "trainable_token_indices names embed_tokens only, but lm_head is not tied to it",
+            "trainable_token_indices names the new row in embed_tokens and in lm_head",
             PEFT,
         ),
         variant(
@@ -476,7 +500,7 @@ probe = Probe(
             partial(train_adapter, rows="none", tied=True),
             partial(train_adapter, rows="all", tied=True),
             symptom(r"have moved by \[0\.0, 0\.0, 0\.0\]"),
-            "tied weights, and LoRA alone leaves the row of the new token as it is",
+            "the weights are tied, and LoRA alone never trains the row of the new token",
             "trainable_token_indices names embed_tokens only, and the tied lm_head follows",
             PEFT,
         ),
