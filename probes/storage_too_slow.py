@@ -1,4 +1,4 @@
-"""A training step that waits for storage: every request takes its time, whatever its size, and nobody computes."""
+"""A training step waits for storage: every request takes 40 ms whatever its size, and meanwhile nothing computes."""
 
 from __future__ import annotations
 
@@ -35,30 +35,32 @@ from kb.probe import (
     unknown,
 )
 
-ANSWER_S = 0.04  # of the storage, for one request
-STEP_S = 0.02  # of the GPU
-BYTES = 4096  # of a sample
-BATCH, STEPS, ROUNDS = 4, 12, 3  # samples in a batch, steps in an epoch, epochs that are measured
+ANSWER_S = 0.04  # how long the storage takes for one request
+STEP_S = 0.02  # how long the GPU takes for one step
+BYTES = 4096  # size of a sample
+BATCH, STEPS, ROUNDS = 4, 12, 3  # samples in a batch, steps in an epoch, measured epochs
 SAMPLES = BATCH * STEPS
-SHARD = 4 * BATCH  # samples that one request brings where they are read in sequence
-SLOW = 1.6  # times the step of a batch that is there; a starved step is 3 to 4 times as long, a fed one 1.0 to 1.2
+SHARD = 4 * BATCH  # samples that one request returns when the job reads in sequence
+SLOW = (
+    1.6  # times a step whose batch is ready; a step that waits for storage takes 3 to 4 times as long, others 1 to 1.2
+)
 
-Unit = Tuple[int, int]  # the first sample of one request, and how many
+Unit = Tuple[int, int]  # the first sample of one request, and the number of samples
 
 
-class Storage(ThreadingTCPServer):  # an HTTPServer looks up its own name
-    """Answers requests in the order in which they come, each after `ANSWER_S`, as many at once as it has disks."""
+class Storage(ThreadingTCPServer):  # not an HTTPServer, which looks up the host's name
+    """Answers requests in their order, each after `ANSWER_S`; it works on as many at once as it has disks."""
 
     daemon_threads = True
-    request_queue_size = 64  # else connections that come together are dropped, and tried again after a second
+    request_queue_size = 64  # otherwise the kernel drops simultaneous connections, and clients retry after a second
     disks: ThreadPoolExecutor
 
 
 class Request(BaseHTTPRequestHandler):
-    """A range of the packed file, or the file of one sample, which has the same bytes."""
+    """Reads a range of the packed file, or the file of one sample, which has the same bytes."""
 
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # head and body in one packet
+    wbufsize = -1  # sends header and body in one packet
 
     def do_GET(self) -> None:
         first, count = (int(part) for part in self.path.split("/")[1:])
@@ -79,7 +81,7 @@ def content(sample: int) -> bytes:
 
 @contextmanager
 def storage(at_once: int) -> Iterator[int]:
-    """The port of a storage."""
+    """Starts a storage and yields its port."""
     server = Storage(("127.0.0.1", 0), Request)
     server.disks = ThreadPoolExecutor(at_once)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -92,21 +94,21 @@ def storage(at_once: int) -> Iterator[int]:
 
 
 class Remote:
-    """A client with one connection per reader."""
+    """A client with one connection per reader thread."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.own = port, threading.local()
+        self.port, self.thread = port, threading.local()
 
     def read(self, unit: Unit) -> bytes:
-        if not hasattr(self.own, "connection"):
-            self.own.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        self.own.connection.request("GET", "/%d/%d" % unit)
-        body: bytes = self.own.connection.getresponse().read()
+        if not hasattr(self.thread, "connection"):
+            self.thread.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        self.thread.connection.request("GET", "/%d/%d" % unit)
+        body: bytes = self.thread.connection.getresponse().read()
         return body
 
 
 class Local:
-    """The same samples as files on the local disk, copied there in few requests before the first step."""
+    """The same samples as files on the local disk, copied there with few requests before the first step."""
 
     def __init__(self, remote: Remote, folder: Path) -> None:
         self.folder = folder
@@ -121,7 +123,10 @@ class Local:
 
 
 def epoch(read: Callable[[Unit], bytes], in_sequence: bool, readers: int, ahead: int) -> Iterator[List[int]]:
-    """Batches in random order: of all samples, or of shards and inside each shard; each reader has `ahead` to do."""
+    """One epoch of batches. Shuffles all samples, or the shards and the samples inside each shard.
+
+    Each reader may have `ahead` requests outstanding.
+    """
     size = SHARD if in_sequence else 1
     units = [(first, size) for first in range(0, SAMPLES, size)]
     random.shuffle(units)
@@ -130,24 +135,24 @@ def epoch(read: Callable[[Unit], bytes], in_sequence: bool, readers: int, ahead:
 
 
 def _samples(read: Callable[[Unit], bytes], units: List[Unit], readers: int, ahead: int) -> Iterator[int]:
-    def opened(unit: Unit) -> List[int]:
+    def read_unit(unit: Unit) -> List[int]:
         body = read(unit)
-        found = [int.from_bytes(body[start : start + 4], "big") for start in range(0, len(body), BYTES)]
-        random.shuffle(found)
-        return found
+        samples = [int.from_bytes(body[start : start + 4], "big") for start in range(0, len(body), BYTES)]
+        random.shuffle(samples)
+        return samples
 
-    asked: Deque[Future[List[int]]] = deque()
+    requests: Deque[Future[List[int]]] = deque()
     with ThreadPoolExecutor(readers) as pool:
         for unit in units:
-            asked.append(pool.submit(opened, unit))
-            if len(asked) > ahead * readers:
-                yield from asked.popleft().result()
-        while asked:
-            yield from asked.popleft().result()
+            requests.append(pool.submit(read_unit, unit))
+            if len(requests) > ahead * readers:
+                yield from requests.popleft().result()
+        while requests:
+            yield from requests.popleft().result()
 
 
 def seconds_per_step(batches: Iterator[List[int]]) -> float:
-    """Without the first batch, for which every loader has to wait."""
+    """The mean time of a step, without the first batch, for which every loader has to wait."""
     next(batches)
     steps, start = 0, time.perf_counter()
     for _ in batches:
@@ -165,7 +170,10 @@ def train(
     at_once: int = 64,
     copied: bool = False,
 ) -> None:
-    """Epochs over the storage and over one batch in turn; the best of each counts, as a busy machine is no symptom."""
+    """Measures in turn an epoch from the storage and one whose batch is ready, and compares the best of each.
+
+    The best counts because a busy machine is not the incident.
+    """
     seen: List[int] = []
     rounds: List[Tuple[float, float]] = []
     idle: List[float] = []
@@ -175,14 +183,14 @@ def train(
             source = Local(source, Path(ctx.path("local")))
         ctx.reached()
         for _ in range(ROUNDS):
-            there = seconds_per_step(iter([[0] * BATCH] * STEPS))
+            ready = seconds_per_step(iter([[0] * BATCH] * STEPS))
             began, computed = time.perf_counter(), time.process_time()
             loaded = seconds_per_step(_noted(epoch(source.read, in_sequence, readers, ahead), seen))
             idle.append(1 - (time.process_time() - computed) / (time.perf_counter() - began))
-            rounds.append((loaded, there))
-    assert sorted(seen) == sorted(list(range(SAMPLES)) * ROUNDS), "each sample once in every epoch"
+            rounds.append((loaded, ready))
+    assert sorted(seen) == sorted(list(range(SAMPLES)) * ROUNDS), "an epoch did not read each sample exactly once"
     ctx.note(ms_per_step=[[round(1000 * seconds, 1) for seconds in pair] for pair in rounds], idle=idle)
-    ratio = min(loaded for loaded, _ in rounds) / min(there for _, there in rounds)
+    ratio = min(loaded for loaded, _ in rounds) / min(ready for _, ready in rounds)
     if ratio > SLOW:
         message = "a step takes %.1f times as long as with a batch that is already there, CPU idle for %d %% of it"
         raise Symptom(message % (ratio, 100 * max(idle)))
@@ -194,26 +202,26 @@ def _noted(batches: Iterator[List[int]], seen: List[int]) -> Iterator[List[int]]
         yield batch
 
 
-# --- the check: the file system of the data, and some reads --------------------------------------------------------
+# --- the check: the file system of the dataset, and some reads -----------------------------------------------------
 
 REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "v9fs", "glusterfs", "afs", "wekafs")
-READS, READ_S, PIECE = 100, 0.6, 1 << 17  # most reads, their time together, bytes of one
-PER_READ_S = 0.005  # a reader with more than this gets less than 200 samples per second
-SHARDS = 1 << 24  # bytes of a file that holds many samples: how long its first bytes take says little
+READS, READ_S, PIECE = 100, 0.6, 1 << 17  # limits: number of reads, their total time, bytes per read
+PER_READ_S = 0.005  # a reader with slower reads gets fewer than 200 samples per second
+SHARDS = 1 << 24  # a file of this many bytes holds many samples, so the time of its first bytes says little
 
 
-class Look:
-    """What a thread has found so far: it stays behind where a server does not answer."""
+class Measurement:
+    """What a thread has measured so far. The thread blocks for as long as a file server does not answer."""
 
     def __init__(self) -> None:
-        self.place = "a file system that does not answer"
+        self.file_system = "a file system that does not answer"
         self.times: List[float] = []
         self.sizes: List[int] = []
         self.one_file = False
 
     def read_some(self, path: str, end: float) -> None:
-        """Files of a folder from several places in it, or places in one file."""
-        self.place = file_system(path)
+        """Reads files from several subfolders, or random places of a single file."""
+        self.file_system = file_system(path)
         self.one_file = os.path.isfile(path)
         places = iter([path] * READS) if self.one_file else _files(path, end)
         for file in islice(places, READS):
@@ -223,10 +231,10 @@ class Look:
                     size = os.fstat(stream.fileno()).st_size
                     if self.one_file and size > PIECE:
                         stream.seek(random.randrange(size - PIECE))
-                    found = len(stream.read(4096 if self.one_file else PIECE) or b"")
+                    data = stream.read(4096 if self.one_file else PIECE)
             except (OSError, ValueError):
                 continue
-            if found:
+            if data:
                 self.times.append(time.perf_counter() - start)
                 self.sizes.append(size)
             if time.monotonic() > end:
@@ -234,38 +242,44 @@ class Look:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Where the data are, how large their files, how long a read takes now; what was read before comes from memory."""
+    """On which file system is the dataset, how large are its files, and how long does a read take now?
+
+    Files that were read before come from the page cache.
+    """
     evidence = ["the Python environment is on %s" % file_system(sys.prefix)]
     if params["path"] is None:
-        return unknown(*evidence, "the folder of the data is not known", advice="--set path=/folder/with/the/data")
-    path, look = str(params["path"]), Look()
-    reader = threading.Thread(target=look.read_some, args=(path, time.monotonic() + READ_S), daemon=True)
+        return unknown(*evidence, "no folder of the dataset was given", advice="--set path=/folder/of/the/dataset")
+    path, measured = str(params["path"]), Measurement()
+    reader = threading.Thread(target=measured.read_some, args=(path, time.monotonic() + READ_S), daemon=True)
     reader.start()
     reader.join(READ_S + 0.15)
-    times, sizes = list(look.times), list(look.sizes)
-    evidence.append("%s is on %s" % (ascii(path), look.place))
+    times, sizes = list(measured.times), list(measured.sizes)
+    evidence.append("%s is on %s" % (ascii(path), measured.file_system))
     if not times or not sizes:
-        late = "no read has ended within %.1f s" % READ_S
-        return unknown(*evidence, late if reader.is_alive() else "nothing there could be read", advice="another path")
-    middle = statistics.median(times)
-    found = (len(times), 1e3 * middle, 1e3 * max(times), statistics.median(sizes) / 1024)
-    evidence.append("%d reads, %.1f ms in the middle and %.1f at most; half of the files have up to %.0f KiB" % found)
-    if not look.one_file and statistics.median(sizes) > SHARDS:
-        why = "the first bytes of large files do not tell how fast the rest comes"
-        return unknown(*evidence, why, advice="name one file, for reads at random places in it")
-    if middle > PER_READ_S:
-        evidence.append("one reader gets %.0f of them per second" % (1 / middle))
+        slow = "no read finished within %.1f s" % READ_S
+        return unknown(
+            *evidence, slow if reader.is_alive() else "kb could not read any file", advice="try another path"
+        )
+    median = statistics.median(times)
+    numbers = (len(times), 1e3 * median, 1e3 * max(times), statistics.median(sizes) / 1024)
+    evidence.append("%d reads: median %.1f ms, maximum %.1f ms; median file size %.0f KiB" % numbers)
+    if not measured.one_file and statistics.median(sizes) > SHARDS:
+        large = "kb read only the first bytes of these large files, which do not show how fast the rest is"
+        return unknown(*evidence, large, advice="check one of these files, so that kb reads random places in it")
+    if median > PER_READ_S:
+        evidence.append("a single reader gets %.0f reads per second" % (1 / median))
         return exposed(*evidence, advice="read in sequence from large files, or copy to a local disk: see `Fix`")
-    return unknown(*evidence, "the page cache may have answered", advice="name a part of the data that nobody has read")
+    cached = "the page cache may have answered these reads"
+    return unknown(*evidence, cached, advice="check a part of the dataset that nothing has read recently")
 
 
 def _files(folder: str, end: float) -> Iterator[str]:
-    """Files below a folder, a few of each of its folders."""
+    """Files below a folder, at most 20 from each subfolder."""
     folders = [folder]
     while folders and time.monotonic() < end:
         try:
-            with os.scandir(folders.pop(random.randrange(len(folders)))) as found:
-                entries = list(islice(found, 1000))
+            with os.scandir(folders.pop(random.randrange(len(folders)))) as scan:
+                entries = list(islice(scan, 1000))
             folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
             files = random.sample(entries, min(len(entries), 40))
             yield from [entry.path for entry in files if entry.is_file()][:20]
@@ -274,12 +288,12 @@ def _files(folder: str, end: float) -> Iterator[str]:
 
 
 def file_system(path: str) -> str:
-    """Its type and source in words."""
+    """Type and source of the file system of a path."""
     kind, source = mount_of(path)
     if not kind:
         return "an unknown file system"
     remote = kind in REMOTE or kind.startswith("fuse")
-    return "%s of %s%s" % (kind, ascii(source), ", behind a network or a server process" if remote else "")
+    return "%s from %s%s" % (kind, ascii(source), ", which a network or a server process provides" if remote else "")
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
@@ -288,7 +302,7 @@ SYMPTOM = symptom(
     r"a step takes (1\.[6-9]|[2-9]|\d\d)\S* times as long as with a batch that is already there, "
     r"CPU idle for [6-9]\d % of it"
 )
-STORE = "NFS, Lustre or an object store, by a server that answers after 40 ms; the GPU, by a wait of 20 ms"
+STORE = "NFS, Lustre or an object store, and the GPU; here a server answers after 40 ms and a step sleeps for 20 ms"
 
 
 def experiment(name: str, fails: Any, works: Any, because: str, fix: str) -> Experiment:
@@ -306,14 +320,14 @@ def experiment(name: str, fails: Any, works: Any, because: str, fix: str) -> Exp
 IN_SEQUENCE = partial(train, in_sequence=True)
 probe = Probe(
     check=check,
-    params={"path": Param("path", "the folder with the data, or one large file of them")},
+    params={"path": Param("path", "the folder of the dataset, or one of its large files")},
     experiments=(
         experiment(
             "files",
             train,
             IN_SEQUENCE,
-            because="a request for each sample: two readers wait for 80 ms per batch and nobody computes",
-            fix="the same bytes in shards, a request for each: shuffled order of shards, shuffled inside each",
+            because="each sample is one request, so two readers wait 80 ms for a batch of four and the GPU is idle",
+            fix="each shard of 16 samples is one request; shards and the samples inside them are shuffled",
         ),
     ),
     variants=(
@@ -321,22 +335,22 @@ probe = Probe(
             "copy",
             train,
             partial(train, copied=True),
-            because="every sample of every epoch comes from the storage",
-            fix="the samples were copied to the local disk before the first step",
+            because="the job reads every sample of every epoch from the storage",
+            fix="the job copies the samples to the local disk before the first step",
         ),
         experiment(
             "readers",
             partial(train, ahead=24),
             partial(train, ahead=24, readers=16),
-            because="two readers that may read a whole epoch ahead, and each waits for its one request",
-            fix="sixteen readers wait at the same time, and the storage answers them together",
+            because="two readers may read a whole epoch ahead, but each waits for one request at a time",
+            fix="sixteen readers wait at the same time, and the storage answers them in parallel",
         ),
         experiment(
             "limit",
             partial(train, readers=16, at_once=2),
             partial(train, readers=16, at_once=2, in_sequence=True),
-            because="sixteen readers ask a storage that answers two requests at a time",
-            fix="the same readers and storage, and a sixteenth of the requests",
+            because="sixteen readers wait for a storage that answers only two requests at a time",
+            fix="the same readers send a sixteenth of the requests to the same storage",
         ),
     ),
 )

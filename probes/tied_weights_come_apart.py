@@ -1,4 +1,4 @@
-"""A set-up step makes two parameters of the one weight that embedding and head share, so they train apart."""
+"""A set-up step turns the weight that embedding and head share into two parameters, which then train apart."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kb.probe import (
 )
 
 WORDS, WIDTH, RATE = 32, 8, 0.5
-FULLY_SHARD = Needs(packages={"torch": ">=2.9"})  # on CPU 2.7.1 and 2.8.0 step otherwise, although tied
+FULLY_SHARD = Needs(packages={"torch": ">=2.9"})  # on the CPU, 2.7.1 and 2.8.0 take another step although tied
 TRANSFORMERS = Needs(packages={"torch": ">=2.2", "transformers": ">=4.40"}, memory_mib=2048)
 PEFT = Needs(packages={**TRANSFORMERS.packages, "peft": ">=0.18"}, memory_mib=2048)
 
 
 def make_model(*, tied: bool = True) -> Any:
-    """An embedding, a block, and a head that uses the embedding's weight."""
+    """An embedding, a block, and a head, which uses the embedding's weight if `tied`."""
     import torch
     from torch import nn
 
-    class Model(nn.Module):  # type: ignore[misc, unused-ignore]  # without torch its class is unknown
+    class Model(nn.Module):  # type: ignore[misc, unused-ignore]  # mypy may run without torch
         def __init__(self) -> None:
             super().__init__()
             self.embed = nn.Embedding(WORDS, WIDTH)
@@ -53,12 +53,12 @@ def make_model(*, tied: bool = True) -> Any:
 
 
 def whole(tensor: Any) -> Any:
-    """All rows of a weight, sharded or not."""
+    """All rows of a weight, whether it is sharded or not."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()
 
 
 def shard_from_meta(model: Any, device: Any, *, retie: bool) -> Any:
-    """To meta, sharded, materialised, loaded. Whoever ties again does it on meta, and once more after to_empty."""
+    """Moves the model to meta, shards it, allocates and loads it; ties again on meta and after to_empty, or not."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
@@ -70,14 +70,14 @@ def shard_from_meta(model: Any, device: Any, *, retie: bool) -> Any:
     model.to_empty(device=device)
     if retie:
         model.lm_head.weight = model.embed.weight
-    for name, weight in model.named_parameters():  # both names have the same values
+    for name, weight in model.named_parameters():  # if tied, only one of the two names, which have the same values
         part = distribute_tensor(values[name].to(weight.device), weight.device_mesh, weight.placements)
         weight.data.copy_(part)
     return model
 
 
 def shard_units(model: Any, device: Any, *, retie: bool) -> Any:
-    """The tie is kept by one unit for both."""
+    """Shards embedding and head as one FSDP unit, which keeps them tied, or as two."""
     from torch.distributed.fsdp import fully_shard
 
     model.to(device)
@@ -91,7 +91,7 @@ def shard_units(model: Any, device: Any, *, retie: bool) -> Any:
 
 
 def load_clones(model: Any, device: Any, *, retie: bool) -> Any:
-    """assign=True puts the tensors of the file into the model: two, as of a file that has a copy under each name."""
+    """Loads with assign=True from a checkpoint that has a copy of the weight under each of the two names."""
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     if retie:
         model.lm_head.weight = model.embed.weight
@@ -99,7 +99,7 @@ def load_clones(model: Any, device: Any, *, retie: bool) -> Any:
 
 
 def load_without_head(model: Any, device: Any, *, retie: bool) -> Any:
-    """The checkpoint omits the head, as of a tied model; the model that loads it was built without the tie."""
+    """Loads the checkpoint of a tied model, which omits the head, into a model that was built without the tie."""
     values = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     model = make_model(tied=False)
     model.load_state_dict(values, strict=False)
@@ -109,7 +109,7 @@ def load_without_head(model: Any, device: Any, *, retie: bool) -> Any:
 
 
 def step(model: Any, device: Any, **rest: Any) -> None:
-    """One step of SGD. Every rank has the same batch."""
+    """One step of SGD with the same batch on every rank."""
     import torch
 
     tokens = torch.arange(WORDS, device=device)
@@ -120,7 +120,7 @@ def step(model: Any, device: Any, **rest: Any) -> None:
 
 
 def train(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
-    """One step, compared with the same step of a tied model in one process."""
+    """Trains one step and compares it with the same step of a tied model in one process."""
     ctx.init_process_group(timeout_s=20)
     ctx.reached()
     model = prepare(make_model(), ctx.device)
@@ -129,6 +129,7 @@ def train(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
 
 
 def compare(embed: Any, head: Any, parameters: int) -> None:
+    """Raises `Symptom` if embedding and head differ, or differ from those of a tied model after the same step."""
     reference = make_model()
     step(reference, "cpu")
     apart = float((embed - head).abs().max())
@@ -142,7 +143,7 @@ def compare(embed: Any, head: Any, parameters: int) -> None:
 
 
 def pipeline(ctx: Context, *, reduce: bool) -> None:
-    """The embedding on the first stage, the head with its own copy on the last: who adds the gradients?"""
+    """The first stage has the embedding and the last has the head, each with a copy of the tied weight."""
     import torch
     import torch.distributed as dist
 
@@ -175,15 +176,20 @@ def pipeline(ctx: Context, *, reduce: bool) -> None:
     compare(both[0].cpu(), both[1].cpu(), 4)
 
 
-def llama(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
-    """A tied Llama of transformers, trained one step."""
+def make_llama() -> Any:
+    """A small Llama of transformers whose head is tied to its embedding."""
     import torch
 
     transformers: Any = importlib.import_module("transformers")
     sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config)
+
+
+def train_llama(ctx: Context, *, prepare: Callable[[Any, Any], Any]) -> None:
+    """Trains a tied Llama of transformers for one step."""
+    model = make_llama()
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     ctx.reached()
     step(prepare(model, ctx.device), ctx.device)
@@ -206,25 +212,21 @@ def meta_and_back(model: Any, device: Any, *, retie: bool) -> Any:
 
 
 def adapter(model: Any, device: Any, *, retie: bool) -> Any:
-    """LoRA that also trains both, as their own copies."""
+    """LoRA that also trains copies of embedding and head, which PEFT ties or not."""
     peft: Any = importlib.import_module("peft")
-    both = ["embed_tokens", "lm_head"]
+    layers = ["embed_tokens", "lm_head"]
     options = {"ensure_weight_tying": True} if retie else {}
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=both, **options))
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=layers, **options))
 
 
 def merge(ctx: Context, *, unties: bool, ensures: bool = False) -> None:
-    """A LoRA layer on the embedding of a tied Llama is trained and merged: does the model stay the same?"""
+    """Trains a LoRA layer on the embedding of a tied Llama and merges it: does the model compute the same?"""
     import torch
 
-    transformers: Any = importlib.import_module("transformers")
     peft: Any = importlib.import_module("peft")
-    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
-    torch.manual_seed(0)
     options = {"ensure_weight_tying": True} if ensures else {}
     lora = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **options)
-    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).to(ctx.device)
+    model = peft.get_peft_model(make_llama(), lora).to(ctx.device)
     for _ in range(3):
         model.zero_grad()
         step(model, ctx.device)
@@ -245,33 +247,33 @@ def merge(ctx: Context, *, unties: bool, ensures: bool = False) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Which of the two names does a checkpoint file have? Whether the job ties them no file can say."""
+    """Does a checkpoint file have the embedding, the head, or both? No file says whether the job ties them."""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.safetensors")
+        return unknown("no checkpoint was given", advice="--set checkpoint=/path/to/model.safetensors")
     try:
         names = "\n".join(tensor.name for tensor in read_checkpoint(path).tensors)
     except Unreadable as error:
         return unknown(str(error))
     head = re.search(r"^(.*\.)?(lm_head|output|output_layer|embed_out)\.weight$", names, re.M)
-    first = re.search(r"^(.*\.)?(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in)\.weight$", names, re.M)
-    if head and first:
+    embedding = re.search(r"^(.*\.)?(embed_tokens|wte|tok_embeddings|word_embeddings|embed_in)\.weight$", names, re.M)
+    if head and embedding:
         return unknown(
-            f"{first[0]} and {head[0]} are both in the file: a model that ties them may drop one",
-            advice="compare them: torch.equal; if they differ, they were trained apart",
+            f"the file has both {embedding[0]} and {head[0]}; a model that ties them may drop one",
+            advice="compare the two with torch.equal; if they differ, they were trained apart",
         )
-    if first:
+    if embedding:
         return unknown(
-            f"{first[0]} is in the file and no head that kb knows: a model that is not tied starts with a random one",
+            f"the file has {embedding[0]} and no head that kb knows; without the tie, a model gets a random head",
             advice="after the load: model.get_input_embeddings().weight is model.get_output_embeddings().weight",
         )
-    return unknown("no input embedding that kb knows is in the file; other files may have it")
+    return unknown("the file has no input embedding that kb knows; another file of the model may have it")
 
 
 APART = symptom(r"\d+ parameters instead of \d+: after one step embedding and head differ by \d")
 MERGED = symptom(r"after the merge the logits differ by \d")
-ONE = "one parameter: it gets both gradients, and the step is that of the tied model"
-LIBRARY: Mapping[str, Any] = {"job": llama, "world_size": 1, "deadline_s": 90, "expected_s": (5.0, 5.0)}
+ONE = "embedding and head are one parameter, which gets both gradients, so the step is that of the tied model"
+LIBRARY: Mapping[str, Any] = {"job": train_llama, "world_size": 1, "deadline_s": 90, "expected_s": (5.0, 5.0)}
 
 
 def apart(
@@ -291,7 +293,9 @@ def apart(
     )
 
 
-gloo = apart("gloo", shard_from_meta, "moved to meta, the two names are two parameters", needs=FULLY_SHARD)
+gloo = apart(
+    "gloo", shard_from_meta, "moving the model to meta makes two parameters of the tied one", needs=FULLY_SHARD
+)
 
 probe = Probe(
     check=check,
@@ -301,25 +305,53 @@ probe = Probe(
         apart(
             "units",
             shard_units,
-            "each is sharded as a unit of its own; torch 2.13 finds it at the first forward",
+            "embedding and head are two FSDP units, which torch 2.13 rejects in the first forward",
             expect=raised(r"is shared with a parameter already managed by another FSDP group"),
             needs=Needs(packages={"torch": ">=2.13"}),
             world_size=1,
         ),
-        apart("assign", load_clones, "assign=True puts two tensors in the place of one", world_size=1),
-        apart("omitted", load_without_head, "nobody fills the head: it keeps its random values", world_size=1),
+        apart("assign", load_clones, "assign=True replaces the tied weight by two tensors", world_size=1),
+        apart(
+            "omitted", load_without_head, "the checkpoint has no head, so the head keeps random values", world_size=1
+        ),
         Experiment(
             name="pipeline",
-            control=Arm(partial(pipeline, reduce=False), APART, "each steps with its half of the gradient", "cpu"),
-            treatment=Arm(partial(pipeline, reduce=True), completed(), "the copies add their gradients", "cpu"),
+            control=Arm(
+                partial(pipeline, reduce=False),
+                APART,
+                "each stage steps its copy with only its own part of the gradient",
+                "cpu",
+            ),
+            treatment=Arm(
+                partial(pipeline, reduce=True),
+                completed(),
+                "the two stages all-reduce the gradient of their copies before the step",
+                "cpu",
+            ),
             expected_s=(0.6, 0.6),
         ),
-        apart("transformers", meta_and_back, "to_empty after meta", needs=TRANSFORMERS, **LIBRARY),
+        apart(
+            "transformers",
+            meta_and_back,
+            "to_empty after a move to meta makes two parameters of the tied one",
+            needs=TRANSFORMERS,
+            **LIBRARY,
+        ),
         *(
             Experiment(
                 name=name,
-                control=Arm(partial(merge, unties=False, ensures=ensures), MERGED, "one weight gets both", "cpu"),
-                treatment=Arm(partial(merge, unties=True, ensures=ensures), completed(), "the head is its own", "cpu"),
+                control=Arm(
+                    partial(merge, unties=False, ensures=ensures),
+                    MERGED,
+                    "the merge adds the embedding's LoRA to the tied weight, so the head changes as well",
+                    "cpu",
+                ),
+                treatment=Arm(
+                    partial(merge, unties=True, ensures=ensures),
+                    completed(),
+                    "the head gets its own copy of the weight before the merge",
+                    "cpu",
+                ),
                 needs=PEFT,
                 world_size=1,
                 deadline_s=90,
@@ -327,6 +359,6 @@ probe = Probe(
             )
             for name, ensures in (("peft-merge", False), ("peft-merge-tied", True))
         ),
-        apart("peft", adapter, "modules_to_save makes a copy of each", needs=PEFT, **LIBRARY),
+        apart("peft", adapter, "modules_to_save makes separate copies of embedding and head", needs=PEFT, **LIBRARY),
     ),
 )
