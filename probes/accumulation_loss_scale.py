@@ -1,4 +1,4 @@
-"""Means of micro-batches with unequal token counts are averaged, or the sum over micro-batches is divided wrongly."""
+"""The loop averages means of micro-batches with unequal token counts, or divides the loss by N never or twice."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kb.probe import (
     unknown,
 )
 
-# First release, first release without it, what happens. The releases between were read one by one.
+# First release, first release without the fault, what happens. Somebody read each release in between.
 TRANSFORMERS = (
-    ("4.46.0", "4.46.2", "a model that does not take the token count: gradient and logged loss N times too large"),
-    ("4.46.2", "4.47.0", "a model that does not take the token count: gradient N times too large, logged loss right"),
-    ("4.46.2", "4.49.0", "with DeepSpeed: the gradient is divided by N once more than without"),
+    ("4.46.0", "4.46.2", "a model that does not accept the token count: gradient and logged loss N times too large"),
+    ("4.46.2", "4.47.0", "a model that does not accept the token count: gradient N times too large, logged loss right"),
+    ("4.46.2", "4.49.0", "with DeepSpeed: the gradient is divided by N one time too many"),
     ("4.47.0", "4.47.1", "every model: gradient N times too large"),
-    ("4.47.1", "4.48.0", "a model that does not take the token count: gradient and logged loss N times too large"),
-    ("4.48.0", "4.48.1", "a model that takes the token count: gradient and logged loss N times too large"),
-    ("4.48.1", "4.53.0", "batches without labels and a model that takes **kwargs: N times too large"),
+    ("4.47.1", "4.48.0", "a model that does not accept the token count: gradient and logged loss N times too large"),
+    ("4.48.0", "4.48.1", "a model that accepts the token count: gradient and logged loss N times too large"),
+    ("4.48.1", "4.53.0", "batches without labels and a model that accepts **kwargs: gradient N times too large"),
     ("5.2.0", "5.5.4", "without DeepSpeed, every model: gradient N times too small, logged loss right"),
 )
 Batch = Dict[str, Any]
@@ -48,7 +48,7 @@ def build() -> Any:
 
 
 def batches_of(tokens: Sequence[int], seed: int = 1) -> List[Batch]:
-    """A micro-batch for each number of labels; the rest of its ten positions is padding."""
+    """One micro-batch for each number of labels; its other positions, of ten, are padding."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +73,7 @@ def gradient(model: Any) -> Any:
 
 
 def compare(got: Any, batches: Sequence[Batch]) -> None:
-    """Against the gradient of all micro-batches of all ranks in one."""
+    """Raises `Symptom` if `got` is not the gradient of one batch with all micro-batches of all ranks."""
     import torch
 
     model = build()
@@ -115,21 +115,21 @@ def backward_means(ddp: Any, batches: Sequence[Batch], _: int, step: Callable[[]
 
 
 def train(ctx: Context, *, counts_tokens: bool, tokens: Sequence[Sequence[int]] = ((1, 9), (4, 2))) -> None:
-    """One step under DDP; `tokens` has the labels of each micro-batch, rank by rank."""
+    """One step under DDP; `tokens` has the number of labels in each micro-batch, rank by rank."""
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init_process_group(timeout_s=10)
-    every = [batches_of(counts, seed=rank) for rank, counts in enumerate(tokens)]
-    own = [{name: tensor.to(ctx.device) for name, tensor in batch.items()} for batch in every[ctx.rank]]
+    all_batches = [batches_of(counts, seed=rank) for rank, counts in enumerate(tokens)]
+    batches = [{name: tensor.to(ctx.device) for name, tensor in batch.items()} for batch in all_batches[ctx.rank]]
     model = build().to(ctx.device)
     ddp = DistributedDataParallel(model)
     ctx.reached()
-    (backward_tokens if counts_tokens else backward_means)(ddp, own, len(own), ctx.reached)
-    compare(gradient(model), [batch for batches in every for batch in batches])
+    (backward_tokens if counts_tokens else backward_means)(ddp, batches, len(batches), ctx.reached)
+    compare(gradient(model), [batch for of_rank in all_batches for batch in of_rank])
 
 
 def accumulate(ctx: Context, *, divided: bool) -> None:
-    """Four micro-batches with as many labels each."""
+    """Accumulates four micro-batches with equal numbers of labels."""
     batches, model = batches_of((5, 5, 5, 5)), build()
     ctx.reached()
     for batch in batches:
@@ -141,7 +141,10 @@ def accumulate(ctx: Context, *, divided: bool) -> None:
 
 
 def step(ctx: Context, *, divides: str) -> None:
-    """AdamW takes a step of the same size whatever the gradient is multiplied by."""
+    """Compares one step of AdamW over four micro-batches with one step over one batch.
+
+    A constant factor in the gradient does not change the size of the step.
+    """
     import torch
 
     batches, updates = batches_of((5, 5, 5, 5)), []
@@ -165,7 +168,7 @@ def step(ctx: Context, *, divides: str) -> None:
 
 
 def join(ctx: Context) -> None:
-    """accelerate and the Trainer read these; with one rank they would wait for a launcher."""
+    """Sets the variables that accelerate and the Trainer read; with one rank they would wait for other processes."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     if ctx.world_size > 1:
@@ -174,8 +177,8 @@ def join(ctx: Context) -> None:
         ctx.init_process_group(timeout_s=30)
 
 
-def divide_twice(ctx: Context, *, own_division: bool) -> None:
-    """accelerate's backward divides by the accumulation steps itself."""
+def step_with_accelerate(ctx: Context, *, divides_in_loop: bool) -> None:
+    """One step with accelerate, whose backward divides by the number of accumulation steps."""
     join(ctx)
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
@@ -183,7 +186,7 @@ def divide_twice(ctx: Context, *, own_division: bool) -> None:
     accumulation = 4
 
     def loss_of(model: Any, batch: Batch) -> Any:
-        return mean_loss(model, batch) / (accumulation if own_division else 1)
+        return mean_loss(model, batch) / (accumulation if divides_in_loop else 1)
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     loader, model = batches_of((5, 5, 5, 5)), build()
@@ -201,14 +204,26 @@ def divide_twice(ctx: Context, *, own_division: bool) -> None:
 
 
 def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str = "") -> None:
-    """One step of the Trainer with plain SGD over all ranks: what the weights lose is the gradient that it had."""
+    """One step of the Trainer with plain SGD over all ranks: the change of the weights is the gradient that it used."""
     join(ctx)
     import torch
+
+    batches, model = batches_of(tokens), build_model_with_kwargs()
+    if not accepts:
+        model.accepts_loss_kwargs = False
+    before = torch.cat([weight.detach().clone().flatten() for weight in model.parameters()])
+    trainer = build_trainer(ctx, model, batches, hook)
+    ctx.reached()
+    trainer.train()
+    compare(before - torch.cat([weight.detach().flatten() for weight in model.parameters()]), batches)
+
+
+def build_model_with_kwargs() -> Any:
+    import torch
     from torch.nn.functional import cross_entropy
-    from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     class Model(torch.nn.Module):  # type: ignore[misc]
-        """Its forward takes **kwargs, as most do, and the loss does not use the token count among them."""
+        """Its forward accepts **kwargs, as most do, and its loss ignores the token count among them."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -220,6 +235,13 @@ def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str 
                 return {"logits": logits}
             return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
+    return Model()
+
+
+def trainer_class(hook: str) -> Any:
+    """The Trainer whose compute_loss is `old` or `silenced`; else the Trainer itself."""
+    from transformers import Trainer  # type: ignore[import-not-found]
+
     class OldTrainer(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
             outputs = model(**inputs)
@@ -229,15 +251,18 @@ def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str 
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
             return super().compute_loss(model, inputs, return_outputs)
 
+    return {"old": OldTrainer, "silenced": SilencedTrainer}.get(hook, Trainer)
+
+
+def build_trainer(ctx: Context, model: Any, batches: Sequence[Batch], hook: str) -> Any:
+    from torch.nn.functional import cross_entropy
+    from transformers import TrainingArguments
+
     def token_loss(outputs, labels, num_items_in_batch=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction=reduction)
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
-    batches, model = batches_of(tokens), Model()
-    if not accepts:
-        model.accepts_loss_kwargs = False
-    before = torch.cat([weight.detach().clone().flatten() for weight in model.parameters()])
     args = TrainingArguments(
         output_dir=ctx.path("out"),
         max_steps=1,
@@ -253,45 +278,44 @@ def fit(ctx: Context, *, tokens: Sequence[int], accepts: bool = True, hook: str 
         disable_tqdm=True,
     )
     rows = [{name: tensor[0] for name, tensor in batch.items()} for batch in batches]
-    kind = {"old": OldTrainer, "silenced": SilencedTrainer}.get(hook, Trainer)
+    kind = trainer_class(hook)
     if hook == "token_loss":
         trainer = kind(model=model, args=args, train_dataset=rows, compute_loss_func=token_loss)
     else:
         trainer = kind(model=model, args=args, train_dataset=rows)
-    ctx.reached()
-    trainer.train()
-    compare(before - torch.cat([weight.detach().flatten() for weight in model.parameters()]), batches)
+    return trainer
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Compare the table of releases with the packages of this interpreter."""
+    """Compares the table of releases with the packages of this interpreter."""
     transformers, deepspeed = final_release("transformers"), final_release("deepspeed")
     if transformers is None:
-        return unknown("no final release of transformers is installed in this interpreter")
+        return unknown("this interpreter has no final release of transformers")
     name = "transformers " + ".".join(map(str, transformers))
-    texts = [text for text in known(transformers) if deepspeed or not text.startswith("with DeepSpeed")]
-    hits = ["%s, N = gradient_accumulation_steps: %s" % (name, text) for text in texts]
+    texts = [text for text in faults_of(transformers) if deepspeed or not text.startswith("with DeepSpeed")]
+    faults = ["%s, N = gradient_accumulation_steps: %s" % (name, text) for text in texts]
     if deepspeed == (0, 18, 3) and transformers >= (4, 49):
-        hits.append("deepspeed 0.18.3 with %s: the gradient is divided by the steps once more" % name)
-    if hits:
-        return exposed(*hits, advice="transformers 4.54 to 5.1, or 5.5.4 and newer; it matters to N above 1 only")
-    deferred = ["accumulate of accelerate with DeepSpeed stage 0 or 1 on several ranks: the loss is not divided"]
-    defers = (0, 16) <= (deepspeed or ()) < (0, 18, 3) and (final_release("accelerate") or ()) >= (1, 8)
-    smoothing = ["with label_smoothing_factor and a model that takes **kwargs: N times too large"]
+        faults.append("deepspeed 0.18.3 with %s: the gradient is divided by N one time too many" % name)
+    if faults:
+        advice = "install transformers 5.5.4 or newer, or 4.57 to 5.1, unless you train with N = 1"
+        return exposed(*faults, advice=advice)
+    undivided = ["accumulate of accelerate with DeepSpeed stage 0 or 1 on multiple ranks: nothing divides the loss"]
+    is_undivided = (0, 16) <= (deepspeed or ()) < (0, 18, 3) and (final_release("accelerate") or ()) >= (1, 8)
+    smoothing = ["with label_smoothing_factor and a model that accepts **kwargs: gradient N times too large"]
     return unknown(
-        "%s is in no row of the table" % name,
+        "no row of kb's table is about %s" % name,
         *(smoothing if (4, 46) <= transformers < (5, 15) else []),
-        *(deferred if defers else []),
-        "a compute_loss of your own, or a model with **kwargs that ignores the count, is not visible here",
+        *(undivided if is_undivided else []),
+        "kb cannot see your compute_loss, or whether a model with **kwargs ignores the count",
     )
 
 
-def known(transformers: Tuple[int, ...]) -> List[str]:
+def faults_of(transformers: Tuple[int, ...]) -> List[str]:
     return [text for first, end, text in TRANSFORMERS if numbers(first) <= transformers < numbers(end)]
 
 
 def final_release(package: str) -> Any:
-    """None for a candidate or a development build as well: what it contains is not known."""
+    """The release as a tuple; None also for a candidate or development build, whose contents kb does not know."""
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post\d+|\+.*)?$", version(package), re.ASCII)
     return tuple(int(part or 0) for part in match.groups()) if match else None
 
@@ -326,13 +350,14 @@ def pair(
     )
 
 
-TOKENS = "the sum of the losses is divided by the labels of all micro-batches and ranks"
+DIVIDES_BY_LABELS = "the sum of the losses is divided by the number of labels in all micro-batches and ranks"
+ACCEPTS_NO_KWARGS = "the model sets accepts_loss_kwargs = False, so the Trainer divides the loss itself"
 gloo = pair(
     "gloo",
     partial(train, counts_tokens=False),
     partial(train, counts_tokens=True),
     differs(r"\d\.\d+", r"0\.\d+"),
-    ("two micro-batches on each of two ranks, with 1 to 9 labels: the mean of the means", TOKENS),
+    ("the loop averages the means of four micro-batches that have 1 to 9 labels", DIVIDES_BY_LABELS),
     ranks=2,
 )
 
@@ -345,7 +370,7 @@ probe = Probe(
             partial(train, counts_tokens=False, tokens=((1,), (9,))),
             partial(train, counts_tokens=True, tokens=((1,), (9,))),
             differs(r"\d\.\d+", r"0\.\d+"),
-            ("no accumulation, and two ranks with 1 and 9 labels: DDP averages their means", TOKENS),
+            ("DDP averages the means of two ranks, which have 1 and 9 labels", DIVIDES_BY_LABELS),
             ranks=2,
         ),
         pair(
@@ -353,21 +378,27 @@ probe = Probe(
             partial(accumulate, divided=False),
             partial(accumulate, divided=True),
             FOUR,
-            ("four losses are added up", "each is divided by four"),
+            ("the loop adds up four losses and nothing divides them", "the loop divides each loss by four"),
         ),
         pair(
             "learning-rate",
             partial(step, divides="rate"),
             partial(step, divides="loss"),
             symptom(r"update of the weights is 0\.25 times that of one batch"),
-            ("four losses are added up, and the learning rate of AdamW is divided by four", "the loss is divided"),
+            (
+                "the loop adds up four losses and divides the learning rate of AdamW by four instead",
+                "the loop divides each loss by four and leaves the learning rate alone",
+            ),
         ),
         pair(
             "accelerate",
-            partial(divide_twice, own_division=True),
-            partial(divide_twice, own_division=False),
+            partial(step_with_accelerate, divides_in_loop=True),
+            partial(step_with_accelerate, divides_in_loop=False),
             differs(r"0\.25", r"1\.00"),
-            ("the loop divides, and accelerator.backward does so again", "accelerator.backward divides"),
+            (
+                "the loop divides the loss, and accelerator.backward divides it again",
+                "only accelerator.backward divides the loss",
+            ),
             packages={"torch": ">=2.2", "accelerate": ">=0.20"},
         ),
         pair(
@@ -375,7 +406,10 @@ probe = Probe(
             partial(fit, tokens=(5, 5, 5, 5)),
             partial(fit, tokens=(5, 5, 5, 5), accepts=False),
             FOUR,
-            ("the model's forward takes **kwargs and its loss ignores the count", "it says so: accepts_loss_kwargs"),
+            (
+                "the model's forward accepts **kwargs, but its loss ignores the token count",
+                ACCEPTS_NO_KWARGS,
+            ),
             packages=TRAINER,
         ),
         pair(
@@ -383,7 +417,10 @@ probe = Probe(
             partial(fit, tokens=(5, 5)),
             partial(fit, tokens=(5, 5), accepts=False),
             differs(r"2\.00", r"1\.00"),
-            ("two ranks, no accumulation, and a loss that ignores the count", "the model says so: accepts_loss_kwargs"),
+            (
+                "two ranks train without accumulation, and the loss ignores the token count",
+                ACCEPTS_NO_KWARGS,
+            ),
             ranks=2,
             packages={**TRAINER, "transformers": RIGHT + ",>=4.54"},
         ),
@@ -392,7 +429,10 @@ probe = Probe(
             partial(fit, tokens=(1, 9, 3, 7), hook="silenced"),
             partial(fit, tokens=(1, 9, 3, 7), hook="token_loss"),
             differs(r"[3-9]\.\d+", r"0\.\d+"),
-            ("compute_loss swallows the count in **kwargs", "compute_loss_func divides by it"),
+            (
+                "compute_loss swallows the token count in **kwargs and returns a mean",
+                "compute_loss_func divides the loss by the token count",
+            ),
             packages=TRAINER,
         ),
         pair(
@@ -400,7 +440,10 @@ probe = Probe(
             partial(fit, tokens=(1, 9, 3, 7), hook="old"),
             partial(fit, tokens=(1, 9, 3, 7), hook="token_loss"),
             raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'"),
-            ("compute_loss was written for transformers before 4.46", "compute_loss_func takes the count"),
+            (
+                "compute_loss has the signature of transformers before 4.46, without the token count",
+                "compute_loss_func accepts the token count",
+            ),
             packages=TRAINER,
         ),
     ),
