@@ -1,4 +1,4 @@
-"""A process asks for a device number that its own CUDA_VISIBLE_DEVICES does not have."""
+"""A process asks for a device number that is beyond the GPUs in its CUDA_VISIBLE_DEVICES."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kb.probe import (
 
 @contextmanager
 def devices(ctx: Context, visible: str) -> Iterator[List[int]]:
-    """Without CUDA: the devices that a process asks for, out of those that torch reads in CUDA_VISIBLE_DEVICES."""
+    """Records the devices that a process asks for. Without CUDA, torch counts those in CUDA_VISIBLE_DEVICES."""
     import torch
 
     asked: List[int] = []
@@ -59,7 +59,7 @@ def choose(ctx: Context, *, by: str) -> None:
     on_gpu = ctx.device.type == "cuda"
     os.environ["LOCAL_RANK"] = "0"
     ctx.reached()
-    with devices(ctx, "5") as asked:  # the one GPU of this node has number 0 for us
+    with devices(ctx, "5") as asked:  # this process sees GPU 5 of the node as device 0
         if by == "LOCAL_RANK":
             local_rank = int(os.environ["LOCAL_RANK"])
             assert local_rank < torch.cuda.device_count(), (local_rank, torch.cuda.device_count())
@@ -72,7 +72,7 @@ def choose(ctx: Context, *, by: str) -> None:
 
 
 def count_processes(ctx: Context, *, nproc_per_node: str) -> None:
-    """torchrun's own reading of --nproc_per_node, on a host of which two GPUs are visible; its ranks in turn."""
+    """torchrun reads --nproc_per_node on a host with two visible GPUs, and each rank takes its device in turn."""
     import torch
     from torch.distributed.run import determine_local_world_size
 
@@ -85,7 +85,7 @@ def count_processes(ctx: Context, *, nproc_per_node: str) -> None:
 
 
 def share(ctx: Context, *, visible: str) -> None:
-    """Two processes of one host, whose device is LOCAL_RANK modulo the count, as in accelerate."""
+    """Two processes on one host take device LOCAL_RANK modulo the number of devices, as accelerate does."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -100,14 +100,14 @@ def share(ctx: Context, *, visible: str) -> None:
 
 
 def launch(ctx: Context, *, options: List[str]) -> None:
-    """The launcher of DeepSpeed on eight devices, which its CPU accelerator counts; jobs write down what they got."""
+    """DeepSpeed's launcher on eight devices of its CPU accelerator; each rank records its CUDA_VISIBLE_DEVICES."""
     job = Path(ctx.path("job.py"))
     job.write_text("import os\nopen('got-' + os.environ['RANK'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
-    given = {"CUDA_VISIBLE_DEVICES": "4,5", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8"}
+    variables = {"CUDA_VISIBLE_DEVICES": "4,5", "DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "8"}
     ctx.reached()
     ran = subprocess.run(
         [sys.executable, "-m", "deepspeed.launcher.runner", *options, str(job)],
-        env={**os.environ, **given},
+        env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,55 +120,59 @@ def launch(ctx: Context, *, options: List[str]) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Count what CUDA would show of CUDA_VISIBLE_DEVICES, and compare it with the processes of this host."""
-    uuids, divided, instances = listed()
+    """Are there as many GPUs as processes on this host, by the entries of CUDA_VISIBLE_DEVICES that CUDA accepts?"""
+    uuids, divided, instances = nvidia_smi_list()
     variable = params["visible"] if params["visible"] is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is None and not uuids:
         return unknown("CUDA_VISIBLE_DEVICES is not set, and nvidia-smi is missing or lists no GPU")
-    entries, taken = visible(variable, uuids)
-    seen = len(taken)
+    entries, accepted = visible(variable, uuids)
+    seen = len(accepted)
     setting = f"CUDA_VISIBLE_DEVICES={variable}" if variable is not None else "CUDA_VISIBLE_DEVICES is not set"
     evidence = [f"{setting}; nvidia-smi lists {len(uuids) or 'no'} GPUs", f"a process sees {seen} of {entries} entries"]
     is_mig = variable is not None and "MIG-" in variable
-    if (is_mig and seen < entries) or (seen > 1 and any(uuid in divided for uuid in taken)):
-        mig = "CUDA gives a process one MIG instance" if is_mig else "MIG is on, and the variable names no instance"
+    if (is_mig and seen < entries) or (seen > 1 and any(uuid in divided for uuid in accepted)):
+        one = "CUDA gives a process only one MIG instance"
+        mig = one if is_mig else "MIG is on, but CUDA_VISIBLE_DEVICES names no MIG instance"
         return exposed(*evidence, mig, advice="CUDA_VISIBLE_DEVICES=MIG-..., one instance for each process")
     if seen < entries:
-        cut = "CUDA ends the list at the first entry that is no GPU, and takes none when one comes twice"
-        return exposed(*evidence, cut, advice="write numbers of nvidia-smi -L, or whole UUIDs, each once")
-    processes, why = processes_here(params["nproc_per_node"])
+        cut = "CUDA ignores the list from the first entry that is not a GPU, and the whole list if it repeats a GPU"
+        return exposed(*evidence, cut, advice="use numbers or whole UUIDs from nvidia-smi -L, each once")
+    processes, source = processes_here(params["nproc_per_node"])
     if not processes:
-        return unknown(*evidence, "the number of processes is not known", advice="--set nproc_per_node=8")
-    evidence.append(f"{processes} processes on this host ({why})")
+        return unknown(*evidence, "kb does not know the number of processes", advice="--set nproc_per_node=8")
+    evidence.append(f"{processes} processes on this host ({source})")
     if processes > seen == 1:
-        one_each = "if --gpus-per-task=1 gives each task another GPU: device 0 in all, or --gpus-per-node instead"
-        advice = f"{one_each}; otherwise start 1 process, or make {processes} GPUs visible"
+        per_task = "if --gpus-per-task=1 gives each task another GPU, use device 0 in every task, or --gpus-per-node"
+        advice = f"{per_task}; otherwise start 1 process, or make {processes} GPUs visible"
         return exposed(*evidence, advice=advice)
     if processes > seen:
-        some = f"start {seen} processes, or " if seen else ""
-        return exposed(*evidence, advice=f"{some}make {processes} GPUs visible to each; look for a lost card")
-    if why == "SLURM_NTASKS_PER_NODE" or binds_later():  # a task may start torchrun, or see one card of many
-        inside = "run this as a rank does (srun, torchrun)"
-        inside += "" if why == "as given" else ", or --set nproc_per_node=8"
-        return unknown(*evidence, "how many ranks a task starts, and what it sees, cannot be seen here", advice=inside)
+        fewer = f"start {seen} processes, or " if seen else ""
+        return exposed(*evidence, advice=f"{fewer}make {processes} GPUs visible to each; look for a lost card")
+    if source == "SLURM_NTASKS_PER_NODE" or binds_later():  # a task may start torchrun, or see only one of the GPUs
+        as_rank = "run this check as a rank runs (srun, torchrun)"
+        as_rank += "" if source == "as given" else ", or --set nproc_per_node=8"
+        hidden = "kb cannot see here how many ranks a task starts, and which GPUs a task sees"
+        return unknown(*evidence, hidden, advice=as_rank)
     if not uuids:
-        where = "run this on the node of the job, where nvidia-smi lists its GPUs"
-        return unknown(*evidence, "whether these GPUs exist cannot be seen here", advice=where)
-    if is_mig and not any(instance.startswith(taken[-1]) for instance in instances):
-        return unknown(*evidence, f"nvidia-smi -L lists no {taken[-1]} here; the names change when instances are made")
+        where = "run this check on the node of the job, where nvidia-smi lists its GPUs"
+        return unknown(*evidence, "kb cannot see here whether these GPUs exist", advice=where)
+    if is_mig and not any(instance.startswith(accepted[-1]) for instance in instances):
+        absent = f"nvidia-smi -L lists no {accepted[-1]} here; an instance gets a new name when it is created again"
+        return unknown(*evidence, absent)
     if divided and not is_mig and len(uuids) > 1:
-        return unknown(*evidence, "MIG is on for some GPUs, and how CUDA numbers the others was not read")
-    return clear(*evidence, "the numbers fit; which of them the program takes for its device cannot be seen")
+        return unknown(*evidence, "MIG is on for some GPUs, and kb does not know how CUDA numbers the others")
+    fits = "there are enough GPUs, but kb cannot see which of them the program takes as its device"
+    return clear(*evidence, fits)
 
 
 def binds_later() -> bool:
-    """Whether this is a batch script, whose srun will give each task GPUs of its own."""
+    """Is this a batch script whose srun will give each task its own GPUs?"""
     per_task = os.environ.get("SLURM_GPUS_PER_TASK") or "gpu" in os.environ.get("SLURM_TRES_PER_TASK", "")
     return bool(per_task) and "SLURM_STEP_ID" not in os.environ
 
 
-def listed() -> Tuple[List[str], List[str], List[str]]:
-    """The UUIDs of the GPUs, those that are divided into MIG instances, and the instances."""
+def nvidia_smi_list() -> Tuple[List[str], List[str], List[str]]:
+    """The UUIDs of all GPUs, of those that are divided into MIG instances, and of the instances."""
     try:
         ran = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, errors="replace", timeout=3, check=False
@@ -181,28 +185,30 @@ def listed() -> Tuple[List[str], List[str], List[str]]:
 
 
 def visible(variable: Any, uuids: List[str]) -> Tuple[int, List[str]]:
-    """How many entries the variable has, and those that CUDA takes: up to the first invalid one, none if one repeats.
+    """How many entries the variable has, and the devices that CUDA accepts.
 
-    Of MIG instances it takes the first alone (MIG user guide, "CUDA_VISIBLE_DEVICES").
+    CUDA accepts the entries before the first invalid one, none at all if one repeats, and only the first of several
+    MIG instances (MIG user guide, "CUDA_VISIBLE_DEVICES").
     """
     if variable is None:
         return len(uuids), uuids
-    entries = [] if variable.strip() in ("", "-1") else [entry.strip() for entry in variable.split(",")]  # hides all
-    taken: List[str] = []
+    hides_all = variable.strip() in ("", "-1")
+    entries = [] if hides_all else [entry.strip() for entry in variable.split(",")]
+    accepted: List[str] = []
     for entry in entries:
         if entry.startswith("MIG-"):
-            return len(entries), taken or [entry]
+            return len(entries), accepted or [entry]
         if not uuids and re.match(r"GPU-|[0-9]{1,4}$", entry):
-            device = entry  # cannot be looked up here
+            device = entry  # without nvidia-smi, kb cannot look it up
         elif entry.startswith("GPU-"):
             matching = [uuid for uuid in uuids if uuid.startswith(entry)]
-            device = matching[0] if len(matching) == 1 else ""  # the beginning of two UUIDs names none
+            device = matching[0] if len(matching) == 1 else ""  # a prefix of two UUIDs names no GPU
         else:
             device = uuids[int(entry)] if re.match(r"[0-9]{1,4}$", entry) and int(entry) < len(uuids) else ""
         if not device:
             break
-        taken.append(device)
-    return len(entries), [] if len(set(taken)) < len(taken) else taken
+        accepted.append(device)
+    return len(entries), [] if len(set(accepted)) < len(accepted) else accepted
 
 
 def processes_here(given: Any) -> Tuple[int, str]:
@@ -214,8 +220,8 @@ def processes_here(given: Any) -> Tuple[int, str]:
     return 0, ""
 
 
-EIGHT = "eight GPUs: LOCAL_SIZE=8 of DeepSpeed's CPU accelerator"
-COUNTED = "the count of visible devices by torch's own reading of CUDA_VISIBLE_DEVICES; no CUDA"
+EIGHT = "eight GPUs; here DeepSpeed's CPU accelerator counts eight devices, because LOCAL_SIZE is 8"
+COUNTED = "the GPUs; here torch counts the devices in CUDA_VISIBLE_DEVICES, without CUDA"
 
 
 def counted(
@@ -235,14 +241,14 @@ model = counted(
     partial(choose, by="RANK"),
     partial(choose, by="LOCAL_RANK"),
     r"invalid device ordinal: rank 1 asks for device 1, 1 visible",
-    because="the device is chosen by RANK, which goes on counting on the second node",
-    fix="the device is chosen by LOCAL_RANK, which begins at 0 on every node",
+    because="the script chooses the device by RANK, which does not start at 0 on the second node",
+    fix="the script chooses the device by LOCAL_RANK, which starts at 0 on every node",
 )
 
 probe = Probe(
     check=check,
     params={
-        "visible": Param("str", "value of CUDA_VISIBLE_DEVICES to judge (default: the caller's)"),
+        "visible": Param("str", "value of CUDA_VISIBLE_DEVICES (default: that of this environment)"),
         "nproc_per_node": Param("int", "processes on this host (default: from the launcher's variables)"),
     },
     experiments=(
@@ -255,38 +261,38 @@ probe = Probe(
             partial(choose, by="CUDA_VISIBLE_DEVICES"),
             partial(choose, by="LOCAL_RANK"),
             r"invalid device ordinal: rank \d asks for device 5, 1 visible",
-            because="the device is the number that stands in CUDA_VISIBLE_DEVICES",
-            fix="the device is the position in that list",
+            because="the script uses the number in CUDA_VISIBLE_DEVICES as the device",
+            fix="the script uses the position in CUDA_VISIBLE_DEVICES as the device",
         ),
         counted(
             "too-many",
             partial(count_processes, nproc_per_node="8"),
             partial(count_processes, nproc_per_node="gpu"),
             r"invalid device ordinal: rank 0 asks for device 2, 2 visible",
-            because="torchrun is told to start eight processes, and two GPUs are visible",
-            fix="torchrun counts the GPUs that are visible",
+            because="torchrun starts eight processes, but only two GPUs are visible",
+            fix="--nproc_per_node=gpu makes torchrun start one process per visible GPU",
         ),
         counted(
             "modulo",
             partial(share, visible="5"),
             partial(share, visible="5,6"),
             r"ranks 0 and 1 both have card 5",
-            because="two processes, one visible GPU, and a device that is taken modulo the count",
-            fix="as many GPUs as processes are visible",
+            because="one GPU is visible, so LOCAL_RANK modulo the number of GPUs gives both processes the same card",
+            fix="two GPUs are visible, one for each process",
         ),
         Experiment(
             name="deepspeed",
             control=Arm(
                 partial(launch, options=["--num_gpus", "2"]),
                 symptom(r"gave devices 4,5, the ranks have \['0,1', '0,1'\].*but ignoring it"),
-                "--num_gpus makes the launcher drop CUDA_VISIBLE_DEVICES and count from device 0",
+                "--num_gpus makes DeepSpeed's launcher ignore CUDA_VISIBLE_DEVICES and use devices from 0",
                 "stand-in",
                 EIGHT,
             ),
             treatment=Arm(
                 partial(launch, options=[]),
                 completed(),
-                "without --num_gpus the launcher takes the devices of CUDA_VISIBLE_DEVICES",
+                "without --num_gpus DeepSpeed's launcher uses the devices in CUDA_VISIBLE_DEVICES",
                 "stand-in",
                 EIGHT,
             ),
