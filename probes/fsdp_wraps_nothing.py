@@ -1,4 +1,4 @@
-"""One FSDP unit holds the whole model, so each rank gathers all of it, or the class to wrap is not in the model."""
+"""One FSDP unit holds the whole model, so each rank gathers all of it; or the model lacks the class to wrap."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 WIDTH, BLOCKS = 64, 8
-MOST = 0.75  # of the parameters: two ranks hold half of them, and one block of eight beside it
+MOST = 0.75  # share of the parameters on a rank: its half, and one gathered block of eight, are less
 
 
 def make_model() -> Any:
-    """Eight blocks of one class, in a list, as a transformer has them."""
+    """Eight blocks of one class in a ModuleList, like the layers of a transformer."""
     from torch import nn
 
-    class Block(nn.Module):  # type: ignore[misc, unused-ignore]  # without torch its class is unknown
+    class Block(nn.Module):  # type: ignore[misc, unused-ignore]  # without torch, mypy does not know the class
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
@@ -79,7 +79,7 @@ def wrap_by_strategy(model: Any, device: Any, *, strategy: str) -> Any:
 
 
 def wrap_by_size(model: Any, device: Any, *, numbers: Optional[int]) -> Any:
-    """None is torch's own default, a hundred million."""
+    """`numbers` is min_num_params; None means the default of torch, a hundred million."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
@@ -90,7 +90,7 @@ def wrap_by_size(model: Any, device: Any, *, numbers: Optional[int]) -> Any:
 
 
 def wrap_checkpointed(model: Any, device: Any) -> Any:
-    """Gradient checkpointing of each block, but still one unit."""
+    """Checkpoints the activations of each block, but makes only one unit."""
     wrapper: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     for index, layer in enumerate(model.layers):
         model.layers[index] = wrapper.checkpoint_wrapper(layer)
@@ -124,7 +124,7 @@ def shard_and_keep(model: Any, device: Any, *, reshard: bool) -> Any:
 
 
 def wrap_with_accelerate(model: Any, device: Any, *, policy: str, names: Optional[List[str]]) -> Any:
-    """What `Accelerator.prepare` does with the plugin of the configuration."""
+    """Wraps as `Accelerator.prepare` does for this FSDP plugin."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     accelerate: Any = importlib.import_module("accelerate")
@@ -135,15 +135,15 @@ def wrap_with_accelerate(model: Any, device: Any, *, policy: str, names: Optiona
     )
 
 
-def shard_with_accelerate(model: Any, device: Any, *, own: bool) -> Any:
-    """What `Accelerator.prepare` shards with FSDP2: a policy of one's own, or the name of the class."""
+def shard_with_accelerate(model: Any, device: Any, *, custom_policy: bool) -> Any:
+    """Shards as `Accelerator.prepare` does with FSDP2, for a custom policy or for the name of the class."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     accelerate: Any = importlib.import_module("accelerate")
     utils: Any = importlib.import_module("accelerate.utils.fsdp_utils")
-    policy: Any = ModuleWrapPolicy({type(model.layers[0])}) if own else "transformer_based_wrap"
-    names = None if own else ["Block"]
+    policy: Any = ModuleWrapPolicy({type(model.layers[0])}) if custom_policy else "transformer_based_wrap"
+    names = None if custom_policy else ["Block"]
     plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=names
     )
@@ -158,7 +158,7 @@ def shard_with_accelerate(model: Any, device: Any, *, own: bool) -> Any:
 
 
 def gather(ctx: Context, *, wrap: Callable[[Any, Any], Any]) -> None:
-    """One step. How many of the parameters has a rank while a block runs?"""
+    """Runs one step and counts the parameters that a rank holds while a block runs."""
     import torch
 
     ctx.init_process_group(timeout_s=10)
@@ -178,13 +178,13 @@ def gather(ctx: Context, *, wrap: Callable[[Any, Any], Any]) -> None:
 
 
 def count_local(model: Any) -> int:
-    """Numbers of all parameters that this rank holds now: its shards, and units that are gathered."""
+    """The number of parameters that this rank holds now: its shards, and the units that are gathered."""
     local = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in model.parameters())
     return sum(weight.numel() for weight in local)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the configuration ask for FSDP and for no units? Flags and code may still say otherwise."""
+    """Does the configuration enable FSDP without units? Flags and code may override it."""
     if params["config"] is None:
         return unknown("no configuration was named", advice="--set config=fsdp.yaml, or the YAML of your trainer")
     try:
@@ -193,35 +193,45 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     options = values.get("fsdp_config")
     if not isinstance(options, dict):
-        return unknown(f"{params['config']} has no fsdp_config to read; flags, another file and code cannot be seen")
+        return unknown(f"{params['config']} has no fsdp_config; kb does not see flags, other files and code")
     named = {str(key).replace("fsdp_", "", 1): value for key, value in options.items()}
     policy = named.get("auto_wrap_policy", os.environ.get("FSDP_AUTO_WRAP_POLICY"))
     classes = named.get("transformer_layer_cls_to_wrap", os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
-    advice = "auto_wrap_policy: TRANSFORMER_BASED_WRAP, and transformer_layer_cls_to_wrap: the class of a decoder layer"
+    advice = (
+        "set auto_wrap_policy to TRANSFORMER_BASED_WRAP, transformer_layer_cls_to_wrap to the decoder layer's class"
+    )
     if str(policy).upper() == "NO_WRAP":
-        return unknown("auto_wrap_policy is NO_WRAP: one unit, unless the code wraps the blocks itself", advice=advice)
+        return unknown(
+            "auto_wrap_policy is NO_WRAP, which makes one unit unless the code wraps the blocks itself", advice=advice
+        )
     if policy is None:
-        return unknown("no auto_wrap_policy: the library's default decides, and it differs", advice=advice)
+        return unknown(
+            "auto_wrap_policy is not set, so the default of the library decides, which differs between libraries",
+            advice=advice,
+        )
     if "SIZE" in str(policy).upper() and not named.get("min_num_params"):
-        return unknown("SIZE_BASED_WRAP without min_num_params: accelerate makes one unit of it", advice=advice)
+        return unknown(
+            "SIZE_BASED_WRAP is set without min_num_params, and accelerate makes one unit of the model", advice=advice
+        )
     if isinstance(classes, str) and classes != classes.replace(" ", ""):
         return unknown(
-            f"spaces in {classes!r} become part of a class name", advice="separate the names by commas alone"
+            f"the spaces in {classes!r} become part of a class name", advice="separate the names only by commas"
         )
     if "TRANSFORMER" in str(policy).upper() and classes:
         return unknown(
-            f"{policy} with {classes}: only the model can say whether it has that class",
-            advice="print the wrapped model; the Trainer of transformers 4 needs auto_wrap in the option fsdp as well",
+            f"{policy} with {classes}: kb cannot tell whether the model has that class",
+            advice="print the wrapped model; in transformers 4, also set fsdp to a value with auto_wrap",
         )
     if classes:
-        return unknown(
-            f"auto_wrap_policy {policy!r} with {classes}: what it does depends on the library", advice=advice
-        )
-    return unknown(f"{policy} without a class: the model's own list decides, and it may be empty", advice=advice)
+        return unknown(f"auto_wrap_policy {policy!r} with {classes}: its effect depends on the library", advice=advice)
+    return unknown(
+        f"{policy} without a class: the list of the model (_no_split_modules) decides, and it may be empty",
+        advice=advice,
+    )
 
 
 WHOLE = symptom(r"(\d+) of \1 parameters are on each rank while one block of \d+ runs")
-BLOCK_UNITS = "each block is a unit: a rank has its half of the model and one block"
+BLOCK_UNITS = "each block is a unit, so a rank holds its half of the model and one gathered block"
 
 
 def units(name: str, bad: Any, good: Any, *, because: str, fixed: str, **rest: Any) -> Experiment:
@@ -234,7 +244,13 @@ def units(name: str, bad: Any, good: Any, *, because: str, fixed: str, **rest: A
     )
 
 
-gloo = units("gloo", wrap_root, wrap_blocks, because="no policy: the model is one unit", fixed=BLOCK_UNITS)
+gloo = units(
+    "gloo",
+    wrap_root,
+    wrap_blocks,
+    because="without a policy, the whole model is one unit, which every rank gathers",
+    fixed=BLOCK_UNITS,
+)
 ACCELERATE = Needs(packages={"torch": ">=2.1", "accelerate": ">=0.34.1"}, memory_mib=2048)
 named_blocks = partial(wrap_with_accelerate, policy="transformer_based_wrap", names=["Block"])
 
@@ -247,7 +263,7 @@ probe = Probe(
             "fully-shard",
             shard_root,
             shard_blocks,
-            because="fully_shard of the model alone makes one group, also with reshard_after_forward=True",
+            because="fully_shard on the model alone makes one group, even with reshard_after_forward=True",
             fixed=BLOCK_UNITS,
             needs=Needs(packages={"torch": ">=2.7"}),
         ),
@@ -255,22 +271,22 @@ probe = Probe(
             "size",
             partial(wrap_by_size, numbers=None),
             partial(wrap_by_size, numbers=WIDTH * WIDTH),
-            because="the default of min_num_params is a hundred million, no block is as large",
-            fixed="min_num_params below the size of a block",
+            because="min_num_params is a hundred million by default, and no block is that large",
+            fixed="min_num_params is smaller than a block, so each block becomes a unit",
         ),
         units(
             "checkpointed",
             wrap_checkpointed,
             wrap_blocks,
-            because="gradient checkpointing makes no units",
+            because="gradient checkpointing of the blocks does not make units",
             fixed=BLOCK_UNITS,
         ),
         units(
             "accelerate-default",
             partial(wrap_with_accelerate, policy="no_wrap", names=None),
             named_blocks,
-            because="accelerate's own default, no_wrap",
-            fixed="transformer_based_wrap with the class of a block",
+            because="the default of accelerate, no_wrap, makes one unit of the whole model",
+            fixed="transformer_based_wrap with the class of a block makes each block a unit",
             needs=ACCELERATE,
             deadline_s=60,
         ),
@@ -278,17 +294,17 @@ probe = Probe(
             "no-split-modules",
             partial(wrap_with_accelerate, policy="transformer_based_wrap", names=None),
             named_blocks,
-            because="the model has no _no_split_modules, so the policy has no class, and no error is raised",
-            fixed="the class is named",
+            because="the model has no _no_split_modules, so the policy has no class, and accelerate reports no error",
+            fixed="the configuration names the class of a block",
             needs=ACCELERATE,
             deadline_s=60,
         ),
         units(
             "accelerate-callable",
-            partial(shard_with_accelerate, own=True),
-            partial(shard_with_accelerate, own=False),
+            partial(shard_with_accelerate, custom_policy=True),
+            partial(shard_with_accelerate, custom_policy=False),
             because="FSDP2 in accelerate drops a policy that is neither transformer_based_wrap nor size_based_wrap",
-            fixed="transformer_based_wrap with the class of a block",
+            fixed="transformer_based_wrap with the class of a block makes each block a unit",
             needs=Needs(packages={"torch": ">=2.7", "accelerate": ">=1.8"}, memory_mib=2048),
             deadline_s=60,
         ),
@@ -296,15 +312,15 @@ probe = Probe(
             "shard-grad-op",
             partial(wrap_by_strategy, strategy="SHARD_GRAD_OP"),
             partial(wrap_by_strategy, strategy="FULL_SHARD"),
-            because="SHARD_GRAD_OP: units are there, and stay gathered from forward to backward",
-            fixed="FULL_SHARD",
+            because="SHARD_GRAD_OP makes units, but keeps them gathered from forward to backward",
+            fixed="FULL_SHARD frees each unit after its forward",
         ),
         units(
             "not-resharded",
             partial(shard_and_keep, reshard=False),
             partial(shard_and_keep, reshard=True),
-            because="reshard_after_forward=False for each block, the same with FSDP2",
-            fixed="reshard_after_forward=True",
+            because="FSDP2 with reshard_after_forward=False keeps each block gathered until backward",
+            fixed="reshard_after_forward=True frees each block after its forward",
             needs=Needs(packages={"torch": ">=2.7"}),
         ),
         Experiment(
@@ -314,13 +330,13 @@ probe = Probe(
                     gather, wrap=partial(wrap_with_accelerate, policy="transformer_based_wrap", names=["GPT2Block"])
                 ),
                 expect=raised(r"Could not find the transformer layer class GPT2Block in the model"),
-                because="the class of another model is named",
+                because="the configuration names a class of another model",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(gather, wrap=named_blocks),
                 expect=completed(),
-                because="the class that the model prints",
+                because="the configuration names the class that this model prints",
                 fidelity="cpu",
             ),
             needs=ACCELERATE,

@@ -1,4 +1,4 @@
-"""A model is built on the meta device, and is moved or used before its parameters and buffers got memory and values."""
+"""A job moves or uses a model on the meta device before its parameters and buffers have memory and values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def build() -> Any:
-    """A model with a buffer that no checkpoint has, as rotary embeddings have it."""
+    """A model with a buffer that no checkpoint contains, like the inv_freq of rotary embeddings."""
     import torch
     from torch import nn
 
@@ -33,7 +33,7 @@ def build() -> Any:
 
 
 def move(ctx: Context, *, filled: bool) -> None:
-    """A model without data goes to its device with to(), or gets memory there and the values of a checkpoint."""
+    """Moves a model on meta with to(), or gives it memory on the device and the values of a checkpoint."""
     import torch
 
     device, state = ctx.device, build().state_dict()
@@ -52,7 +52,7 @@ def move(ctx: Context, *, filled: bool) -> None:
 
 
 def load(ctx: Context, *, assign: bool) -> None:
-    """A checkpoint is loaded into a model on meta, by copying, which does nothing there, or by taking its tensors."""
+    """Loads a checkpoint into a model on meta by copying, which has no effect there, or by assigning its tensors."""
     import torch
 
     state = build().state_dict()
@@ -69,10 +69,10 @@ def load(ctx: Context, *, assign: bool) -> None:
 
 
 def fill(ctx: Context, *, loaded: bool = True, buffers: bool = True) -> None:
-    """Memory alone, memory and the checkpoint, or these and what no checkpoint has."""
+    """Gives the model memory; with `loaded` also the checkpoint, with `buffers` also the buffers that it lacks."""
     import torch
 
-    trained = build()  # stays in memory: what is allocated next must not find its values there
+    trained = build()  # stays alive, so that to_empty cannot reuse memory with its values
     state = trained.state_dict()
     with torch.device("meta"):
         model = build()
@@ -82,16 +82,16 @@ def fill(ctx: Context, *, loaded: bool = True, buffers: bool = True) -> None:
         model.load_state_dict(state)
     if buffers:
         model.reset_buffers()
-    right = sum(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    if right < 2:
-        raise Symptom("%d of 2 tensors have the values of the checkpoint" % right)
-    found, computed = model.inv_freq.tolist(), model.frequencies().tolist()
-    if found != computed:
-        raise Symptom("all keys matched, and inv_freq is %s, not %s" % (found, computed))
+    equal = sum(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    if equal < 2:
+        raise Symptom("%d of 2 tensors have the values of the checkpoint" % equal)
+    actual, computed = model.inv_freq.tolist(), model.frequencies().tolist()
+    if actual != computed:
+        raise Symptom("all keys matched, but inv_freq is %s, not %s" % (actual, computed))
 
 
-def tie(ctx: Context, *, again: bool) -> None:
-    """A weight in two places becomes two weights with to_empty."""
+def tie(ctx: Context, *, tied_again: bool) -> None:
+    """to_empty turns one weight in two places into two weights."""
     import torch
     from torch import nn
 
@@ -109,14 +109,16 @@ def tie(ctx: Context, *, again: bool) -> None:
     assert model.head.weight is model.embed.weight
     model.to_empty(device=ctx.device)
     ctx.reached()
-    if again:
+    if tied_again:
         model.tie_weights()
     if model.head.weight is not model.embed.weight:
-        raise Symptom("%d parameters where there was 1: the shared weight came apart" % len(list(model.parameters())))
+        raise Symptom(
+            "%d parameters where there was 1: the shared weight is no longer shared" % len(list(model.parameters()))
+        )
 
 
 def shard(ctx: Context, *, filled: bool) -> None:
-    """fully_shard of a model on meta, and the first forward."""
+    """Applies fully_shard to a model on meta, then runs the first forward."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -134,12 +136,12 @@ def shard(ctx: Context, *, filled: bool) -> None:
     assert torch.isfinite(output).all() and output.abs().sum() > 0
 
 
-def offload(ctx: Context, *, fits: bool) -> None:
-    """A device map puts a layer on disk, or all layers where they can be used; then somebody copies the weights."""
+def offload(ctx: Context, *, all_in_memory: bool) -> None:
+    """A device map puts one layer on disk, or all layers in memory; then the job copies the weights."""
     from accelerate import dispatch_model  # type: ignore[import-not-found,unused-ignore]
     from torch import nn
 
-    places = {"0": "cpu", "1": "cpu" if fits else "disk"}
+    places = {"0": "cpu", "1": "cpu" if all_in_memory else "disk"}
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model = dispatch_model(model, places, main_device="cpu", offload_dir=ctx.path("offload"))
     ctx.reached()
@@ -147,19 +149,19 @@ def offload(ctx: Context, *, fits: bool) -> None:
     assert len(copies) == 4
 
 
-def build_beside(ctx: Context, *, locked: bool) -> None:
-    """One thread builds a model without data, as a loader does, while another builds an ordinary layer."""
+def build_in_two_threads(ctx: Context, *, locked: bool) -> None:
+    """One thread builds a model on meta, as from_pretrained does, while another thread builds an ordinary layer."""
     from accelerate import init_empty_weights
     from torch import nn
 
     lock, inside, built = threading.Lock(), threading.Event(), threading.Event()
 
-    def load_elsewhere() -> None:
+    def build_on_meta() -> None:
         with lock, init_empty_weights():
             inside.set()
             built.wait(0.5 if locked else 20)
 
-    thread = threading.Thread(target=load_elsewhere)
+    thread = threading.Thread(target=build_on_meta)
     thread.start()
     inside.wait(20)
     ctx.reached()
@@ -173,12 +175,12 @@ def build_beside(ctx: Context, *, locked: bool) -> None:
     assert layer.to("cpu").weight.device.type == "cpu"
 
 
-def load_own(ctx: Context, *, computed: bool = True, plain: bool = True) -> None:
-    """from_pretrained of a class of its own: it may move a part in __init__, and compute its buffer."""
+def load_custom_class(ctx: Context, *, computed: bool = True, plain: bool = True) -> None:
+    """from_pretrained of a custom class; __init__ may move a layer, and _init_weights may compute the buffer."""
     import torch
     from transformers import PretrainedConfig, PreTrainedModel  # type: ignore[import-not-found,unused-ignore]
 
-    class Own(PreTrainedModel):  # type: ignore[misc,unused-ignore]
+    class Custom(PreTrainedModel):  # type: ignore[misc,unused-ignore]
         config_class = PretrainedConfig
 
         def __init__(self, config: Any) -> None:
@@ -193,17 +195,17 @@ def load_own(ctx: Context, *, computed: bool = True, plain: bool = True) -> None
             if computed and module is self:
                 module.table.copy_(7 + torch.arange(2.0, device=module.table.device))
 
-    folder, trained = ctx.path("model"), Own(PretrainedConfig())
+    folder, trained = ctx.path("model"), Custom(PretrainedConfig())
     trained.save_pretrained(folder)
     ctx.reached()
-    loaded = Own.from_pretrained(folder)
+    loaded = Custom.from_pretrained(folder)
     assert torch.equal(loaded.layer.weight, trained.layer.weight)
     if not torch.equal(loaded.table, trained.table):
-        raise Symptom("the weights were loaded, and table is %s, not [7.0, 8.0]" % loaded.table.tolist())
+        raise Symptom("the weights were loaded, but table is %s, not [7.0, 8.0]" % loaded.table.tolist())
 
 
 NO_DATA = raised(r"Cannot copy out of meta tensor; no data!")
-ANY = MappingProxyType({"torch": ">=2.1"})
+ANY_TORCH = MappingProxyType({"torch": ">=2.1"})
 
 
 def pair(
@@ -213,10 +215,10 @@ def pair(
     because: str,
     fix: str,
     expect: Expect = NO_DATA,
-    packages: Mapping[str, str] = ANY,
+    packages: Mapping[str, str] = ANY_TORCH,
     world_size: int = 1,
 ) -> Experiment:
-    """The same job with one keyword False and True."""
+    """`keyword` is False in the control arm and True in the treatment arm."""
     library = len(packages) > 1
     return Experiment(
         name=name,
@@ -230,75 +232,85 @@ def pair(
 
 
 moved = pair(
-    move, "move", "filled", "the model on meta has no data to copy", "to_empty gives memory, the checkpoint values"
+    move,
+    "move",
+    "filled",
+    "to() finds no data to copy in a model on meta",
+    "to_empty gives the model memory, and load_state_dict gives it values",
 )
 sharded = pair(
     shard,
     "fully-shard",
     "filled",
-    "fully_shard leaves parameters on meta there",
-    "memory on the device and reset_parameters come before the first forward",
+    "fully_shard leaves the parameters on the meta device",
+    "to_empty and reset_parameters give them memory and values before the first forward",
     expect=raised(r"FSDP parameters should be materialized from meta device before training"),
     packages={"torch": ">=2.7"},
     world_size=2,
 )
-assigned = pair(load, "assign", "assign", "copying into a tensor on meta does nothing", "assign=True takes the tensors")
+assigned = pair(
+    load,
+    "assign",
+    "assign",
+    "load_state_dict copies into tensors on meta, which has no effect",
+    "assign=True puts the tensors of the checkpoint into the model",
+)
 values = pair(
     fill,
     "values",
     "loaded",
-    "to_empty gives memory with whatever is in it",
-    "the checkpoint is loaded behind it",
+    "to_empty gives the model memory, but the values in it are arbitrary",
+    "load_state_dict loads the checkpoint after to_empty",
     expect=symptom(r"[01] of 2 tensors have the values of the checkpoint"),
 )
 buffer = pair(
     fill,
     "buffer",
     "buffers",
-    "a buffer that is not in the checkpoint gets memory and no values",
-    "the model computes it again",
-    expect=symptom(r"all keys matched, and inv_freq is .{1,80}, not \[1\.0, 0\.1"),
+    "to_empty gives memory to the buffer, but the checkpoint has no values for it",
+    "the model computes the buffer again",
+    expect=symptom(r"all keys matched, but inv_freq is .{1,80}, not \[1\.0, 0\.1"),
 )
 tied = pair(
     tie,
     "tied",
-    "again",
-    "to_empty makes a new parameter for each place",
-    "the weights are tied again",
-    expect=symptom(r"2 parameters where there was 1: the shared weight came apart"),
+    "tied_again",
+    "to_empty makes a separate parameter for each place of the shared weight",
+    "tie_weights ties the weights again after to_empty",
+    expect=symptom(r"2 parameters where there was 1: the shared weight is no longer shared"),
 )
 offloaded = pair(
     offload,
     "offload",
-    "fits",
-    "the device map left a layer on disk, and a parameter on meta in its place",
-    "no layer is offloaded",
-    packages={**ANY, "accelerate": ""},
+    "all_in_memory",
+    "the device map puts a layer on disk and leaves a parameter on meta in its place",
+    "the device map offloads no layer",
+    packages={**ANY_TORCH, "accelerate": ""},
 )
 threads = pair(
-    build_beside,
+    build_in_two_threads,
     "threads",
     "locked",
-    "init_empty_weights of one thread catches what another thread builds",
-    "a lock lets one thread build at a time",
-    packages={**ANY, "accelerate": ""},
+    "init_empty_weights in one thread also puts the layer that another thread builds on meta",
+    "a lock lets only one thread build at a time",
+    packages={**ANY_TORCH, "accelerate": ""},
 )
 own_class = pair(
-    load_own,
+    load_custom_class,
     "own-class",
     "computed",
-    "transformers 5 builds the class on meta, and gives its buffer memory without values",
+    "transformers 5 builds the class on meta, then gives its buffer memory without values",
     "_init_weights computes the buffer",
-    expect=symptom(r"the weights were loaded, and table is .{1,80}, not \[7\.0, 8\.0\]"),
-    packages={**ANY, "transformers": ">=5", "safetensors": ""},
+    expect=symptom(r"the weights were loaded, but table is .{1,80}, not \[7\.0, 8\.0\]"),
+    packages={**ANY_TORCH, "transformers": ">=5", "safetensors": ""},
 )
 own_init = pair(
-    load_own,
+    load_custom_class,
     "own-init",
     "plain",
     "from_pretrained runs __init__ with the parameters on meta, and __init__ moves a layer",
-    "__init__ moves nothing",
-    packages={**ANY, "transformers": ">=4.51", "safetensors": ""},
+    "__init__ moves no layer",
+    packages={**ANY_TORCH, "transformers": ">=4.51", "safetensors": ""},
 )
 probe = Probe(
     experiments=(sharded.on_gpus(), moved.on_gpus(1, name="one-gpu"), moved),

@@ -1,4 +1,4 @@
-"""Ray reports that a process is gone, in the same words for every reason; the reason is in the log of that process."""
+"""Ray reports every dead process in the same words; the reason for its death is in the log of that process."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ os.kill(os.getpid(), {"killed": signal.SIGKILL, "crash": signal.SIGSEGV}[sys.arg
 
 
 def supervise(ctx: Context, *, read: str) -> None:
-    """Three workers that die in three ways, and what a supervisor learns from its connections or their logs."""
+    """Three workers die in three ways; the supervisor reads only its connections to them, or their logs."""
     script = Path(ctx.path("worker.py"))
     script.write_text(WORKER)
     ctx.reached()
-    stories: Dict[str, str] = {}
+    reports: Dict[str, str] = {}
     for cause in ("killed", "crash", "no file"):
         log = Path(ctx.path(cause + ".err"))
         with log.open("w") as stream:
@@ -57,26 +57,26 @@ def supervise(ctx: Context, *, read: str) -> None:
             assert worker.stdout.readline() == b"connected\n"
             end = worker.stdout.read()
             worker.wait()
-        stories[cause] = log.read_text() if read == "worker-log" else "End of file" if not end else repr(end)
-    ctx.note(stories=stories)
-    if len(set(stories.values())) == 1:
-        raise Symptom(f"3 workers died in 3 ways, and their connections say the same: {stories['crash']}")
-    assert stories["killed"] == "", stories
-    assert "Fatal Python error: Segmentation fault" in stories["crash"], stories
-    assert "FileNotFoundError: no engine" in stories["no file"], stories
+        reports[cause] = log.read_text() if read == "worker-log" else "End of file" if not end else repr(end)
+    ctx.note(reports=reports)
+    if len(set(reports.values())) == 1:
+        raise Symptom(f"3 workers died in 3 ways, and their connections show the same: {reports['crash']}")
+    assert reports["killed"] == "", reports
+    assert "Fatal Python error: Segmentation fault" in reports["crash"], reports
+    assert "FileNotFoundError: no engine" in reports["no file"], reports
 
 
 def isolate(ctx: Context) -> None:
-    """No setting of the reader's Ray; its files, and what it keeps in the home directory, in that of the arm."""
+    """Removes the Ray settings of the user, and puts Ray's files and its home directory in the folder of the arm."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
     os.environ.update(HOME=str(ctx.dir), RAY_TMPDIR=str(ctx.dir), RAY_USAGE_STATS_ENABLED="0")
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # its ports are the network's
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # its ports are open to the network
 
 
 @contextmanager
 def cluster(ctx: Context) -> Iterator[Any]:
-    """Ray on this machine alone."""
+    """A Ray cluster on this machine only."""
     isolate(ctx)
     import ray  # type: ignore[import-not-found]
 
@@ -95,7 +95,7 @@ def cluster(ctx: Context) -> Iterator[Any]:
 
 
 def serve(ctx: Context, *, dies: bool) -> None:
-    """An actor that may be restarted, and whose process is killed whenever it works."""
+    """Calls an actor that Ray may restart; with `dies`, each call kills the process of the actor."""
     with cluster(ctx) as ray:
 
         class Engine:
@@ -110,7 +110,7 @@ def serve(ctx: Context, *, dies: bool) -> None:
 
 
 def explain(ctx: Context, *, read: str) -> None:
-    """An actor that crashes: what the exception says, and what the log of its process says."""
+    """An actor crashes; `read` says whether the job reads the exception or the log of the actor's process."""
     with cluster(ctx) as ray:
 
         class Engine:
@@ -142,7 +142,7 @@ def guesses(text: str) -> List[str]:
 
 
 def retry(ctx: Context, *, max_retries: int) -> None:
-    """A main task that makes a placement group with a name, as verl's does, and then is killed."""
+    """A main task creates a named placement group, as that of verl does, and then is killed."""
     with cluster(ctx) as ray:
         placement_group = __import__("ray.util.placement_group", fromlist=["placement_group"]).placement_group
 
@@ -157,24 +157,25 @@ def retry(ctx: Context, *, max_retries: int) -> None:
             ctx.note(error=str(error))
 
 
-# --- the check: what do the logs of the last Ray session on this node say? --------------------------------------
+# --- the check: what do the logs of the last Ray session on this node show? --------------------------------------
 
-ANY_ERROR = r"^\w[\w.]*(?:Error|Exception): .*"  # may be one that was caught
+ANY_ERROR = r"^\w[\w.]*(?:Error|Exception): .*"  # the program may have caught it
 CAUSES = (
     ("raylet.out", r"[1-9]\d* Workers .*due to memory pressure|running low on memory"),
     ("worker-*.err", r"Fatal Python error: .*|\*\*\* SIG(?!TERM)\w+ received|Resource temporarily unavailable"),
     ("worker-*.err", r"Watchdog caught collective operation timeout.*|CUDA out of memory.*|OutOfMemoryError.*"),
     ("worker-*.err", ANY_ERROR),
 )
-NEWEST, TAIL = 60, 1 << 16  # files, and bytes of each
+NEWEST, TAIL = 60, 1 << 16  # the newest files that the check reads, and how many bytes at the end of each
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Do the logs of the last Ray session on this node name the cause of a dead process?"""
     folder = params["logs"] or default_folder()
     if not os.path.isdir(folder):
         return unknown(
-            f"{folder} does not exist here, or cannot be read",
-            advice="run this on the node of `ip:`, or --set logs=FOLDER",
+            f"{folder} does not exist on this node, or kb cannot read it",
+            advice="run this on the node that `ip:` names in the error, or --set logs=FOLDER",
         )
     evidence: List[str] = []
     other: List[str] = []
@@ -183,26 +184,27 @@ def check(params: Mapping[str, Any]) -> Finding:
         try:
             files = sorted(filter(Path.is_file, folder.glob(pattern)), key=lambda f: f.stat().st_mtime)[-NEWEST:][::-1]
             read += len(files)
-            (other if cause == ANY_ERROR else evidence).extend(line for file in files for line in found(file, cause))
+            (other if cause == ANY_ERROR else evidence).extend(line for file in files for line in matches(file, cause))
         except OSError as error:
             return unknown(f"{folder} cannot be read: {error.strerror}")
     if evidence:
-        return exposed(*dict.fromkeys(evidence[:8]), advice="the earliest of these is the reason to look up")
-    silent = "a worker that was killed leaves no line: journalctl -k, or the events of the pod"
+        return exposed(*dict.fromkeys(evidence[:8]), advice="look up the earliest of these errors")
+    silent = "a killed worker writes nothing: read journalctl -k, or the events of the pod"
     if other:
-        return unknown(*dict.fromkeys(other[:8]), "errors, which may have been caught", silent)
-    return unknown(f"{read} files of {folder} name no cause", silent)
+        return unknown(*dict.fromkeys(other[:8]), "the program may have caught these errors", silent)
+    return unknown(f"{read} log files in {folder} name no cause", silent)
 
 
 def default_folder() -> Path:
-    """The first that exists of those that Ray may take; the TMPDIR of a check is a folder in the caller's."""
-    own = Path(os.environ.get("TMPDIR") or "/tmp")
-    parents = (Path(os.environ.get("RAY_TMPDIR") or own), own, own.parent, Path("/tmp"))
+    """The first existing folder of those that Ray may use; the TMPDIR of a check is a folder in the user's TMPDIR."""
+    temporary = Path(os.environ.get("TMPDIR") or "/tmp")
+    parents = (Path(os.environ.get("RAY_TMPDIR") or temporary), temporary, temporary.parent, Path("/tmp"))
     folders = [parent / "ray" / "session_latest" / "logs" for parent in parents]
     return next((folder for folder in folders if os.path.isdir(folder)), folders[-1])
 
 
-def found(file: Path, cause: str) -> Iterator[str]:
+def matches(file: Path, cause: str) -> Iterator[str]:
+    """The first match of `cause` in the end of the file."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - TAIL))
         text = stream.read().decode("utf-8", "replace")
@@ -211,7 +213,7 @@ def found(file: Path, cause: str) -> Iterator[str]:
         yield f"{file.name}: {match.group()[:160]}"
 
 
-SUPERVISOR = "Ray's supervisor of a worker, by a parent that has a pipe to its child"
+SUPERVISOR = "Ray's supervisor of a worker; a parent process with a pipe to its child takes its place"
 
 
 def arm(job: Any, expect: Expect, because: str) -> Arm:
@@ -233,22 +235,24 @@ def in_ray(name: str, control: Arm, treatment: Arm) -> Experiment:
 probe = Probe(
     check=check,
     params={
-        "logs": Param("path", "logs of a Ray session on this node (default: session_latest/logs in the folder of Ray)")
+        "logs": Param(
+            "path", "folder with the logs of a Ray session on this node (default: session_latest/logs in Ray's folder)"
+        )
     },
     experiments=(
         Experiment(
             name="connection",
             control=Arm(
                 partial(supervise, read="connection"),
-                symptom(r"3 workers died in 3 ways, and their connections say the same: End of file"),
-                because="the supervisor reads the end of the connection only",
+                symptom(r"3 workers died in 3 ways, and their connections show the same: End of file"),
+                because="the supervisor only sees that each connection ends",
                 fidelity="stand-in",
                 stands_for=SUPERVISOR,
             ),
             treatment=Arm(
                 partial(supervise, read="worker-log"),
                 completed(),
-                because="what each worker wrote itself tells the three apart",
+                because="the log of each worker shows how it died",
                 fidelity="stand-in",
                 stands_for=SUPERVISOR,
             ),
@@ -263,21 +267,21 @@ probe = Probe(
             arm(
                 partial(serve, dies=True),
                 raised(r"The actor died unexpectedly before finishing this task"),
-                because="the actor is restarted once and killed again: the cause is still there",
+                because="Ray restarts the actor once, and the same cause kills it again",
             ),
-            arm(partial(serve, dies=False), completed(), because="nothing kills it"),
+            arm(partial(serve, dies=False), completed(), because="nothing kills the actor"),
         ),
         in_ray(
             "worker-log",
             arm(
                 partial(explain, read="exception"),
                 symptom(r"the exception of an actor that got SIGSEGV names 3 causes and no line"),
-                because="the exception in the driver is all that is read",
+                because="the job reads only the exception in the driver",
             ),
             arm(
                 partial(explain, read="worker-log"),
                 completed(),
-                because="the log of the process with that pid has the signal and the line",
+                because="the log of the process with that pid contains the signal and the line",
             ),
         ),
         in_ray(
@@ -285,12 +289,12 @@ probe = Probe(
             arm(
                 partial(retry, max_retries=1),
                 raised(r"because name 'global_pool_0' already exists"),
-                because="the retry meets the placement group of the first attempt, and that is the error one sees",
+                because="the retry finds the placement group of the first attempt, and Ray reports only that error",
             ),
             arm(
                 partial(retry, max_retries=0),
                 completed(),
-                because="no retry: the error is that of the worker that died",
+                because="Ray does not retry, so it reports the error of the worker that died",
             ),
         ),
     ),
