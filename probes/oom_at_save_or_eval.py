@@ -1,4 +1,4 @@
-"""Training fits; the evaluation that keeps every batch's logits until its end does not."""
+"""Training fits into memory; the evaluation, which keeps every batch's logits until its end, does not."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, com
 from kb.training_config import UnreadableConfig, read_config
 
 GIB = 1 << 30
-NOT_JUDGED = "the first optimizer step, gradients in the evaluation and copies at the save are not judged here"
+NOT_JUDGED = "kb does not judge the first optimizer step, gradients in the evaluation and copies at the save"
 HIDDEN, VOCAB, BATCHES = 64, 4000, 18
 CPU_ROWS, GPU_ROWS = 16 * 64, 64 * 64  # 16 and 64 MiB of float32 logits per batch
-CPU_EXTRA = 4 << 20  # numbers in each of the four weights of `first_step`, 16 MiB
+CPU_EXTRA = 4 << 20  # numbers in each of the four weights of `first_step`, 16 MiB each
 CPU_ROOM, GPU_MIB = 160 << 20, 1024
-FIRST_STEP_ROOM = 184 << 20  # gradients take 64, all moments 128, those of one rank and a temporary 80
+FIRST_STEP_ROOM = 184 << 20  # in MiB: gradients take 64, all moments 128, one rank's moments and a temporary 80
 
 
 def train_then_evaluate(ctx: Context, *, keep: str, with_gradient: bool = False, times: float = 1) -> None:
-    """One training step under the limit, which fits; then an evaluation, whose batch is so many `times` the other."""
+    """One training step under the limit, which fits, then an evaluation with a batch `times` as large."""
     import torch
     from torch import nn
 
@@ -36,7 +36,7 @@ def train_then_evaluate(ctx: Context, *, keep: str, with_gradient: bool = False,
     optimizer.step()
     optimizer.zero_grad()
     ctx.reached()
-    head.eval()  # switches dropout and running statistics, and no gradients
+    head.eval()  # changes dropout and running statistics, but does not switch off gradients
     if times < 1:
         x, y = x[: int(rows * times)], y[: int(rows * times)]
     elif times > 1:
@@ -45,7 +45,7 @@ def train_then_evaluate(ctx: Context, *, keep: str, with_gradient: bool = False,
 
 
 def evaluation_loop(head: Any, x: Any, y: Any, batches: int, keep: str, with_gradient: bool) -> None:
-    """As the Trainer's: what it collects stays on the device until the last batch."""
+    """Like the Trainer's loop, it keeps all predictions on the device until the last batch."""
     import torch
 
     losses, all_preds = [], []
@@ -67,7 +67,7 @@ def preprocess_logits_for_metrics(logits, labels):  # type: ignore[no-untyped-de
 
 
 def first_step(ctx: Context, *, sharded: bool) -> None:
-    """Forward and backward fit; Adam makes its moments in the first step, on every rank, or each rank its part."""
+    """Forward and backward fit. In the first step, AdamW creates all moments on every rank, or each rank its part."""
     import torch
     from torch import nn
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -82,11 +82,11 @@ def first_step(ctx: Context, *, sharded: bool) -> None:
     sum(weight.sum() for weight in model).backward()
     ctx.reached()
     optimizer.step()
-    assert all(weight[-1].item() < 0 for weight in model), "the step did not move every weight"
+    assert all(weight[-1].item() < 0 for weight in model), "the step did not change every weight"
 
 
 def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
-    """The same in transformers.Trainer: compute_metrics is given, preprocess_logits_for_metrics or not."""
+    """transformers.Trainer evaluates with compute_metrics, and with or without preprocess_logits_for_metrics."""
     import torch
     from torch import nn
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
@@ -101,7 +101,7 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, no rendezvous
+        os.environ.pop(name, None)  # one process, which must not wait for others
     row = {"input_ids": [1] * 64, "labels": [2] * 64}
     trainer = Trainer(
         Model(),
@@ -116,66 +116,67 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The logits that an evaluation keeps, against the memory of a GPU and of the host."""
+    """Compares the logits that an evaluation keeps with the memory of a GPU."""
     samples, length, vocab = params["samples"], params["length"], params["vocab"]
-    config, message = {}, "no training configuration was given"
+    config, no_size = {}, "no training configuration was given"
     if params["config"] is not None:
         try:
-            config, message = read_config(params["config"]).values, ""
+            config = read_config(params["config"]).values
         except UnreadableConfig as error:
             return unknown(str(error))
+        no_size = "the configuration does not say how many logits an evaluation keeps"
     rest = [NOT_JUDGED, *_batches(config)]
     if config.get("prediction_loss_only") is True:
-        return unknown("prediction_loss_only is true: no logits are kept", *rest)
+        return unknown("prediction_loss_only is true, so the evaluation keeps no logits", *rest)
     if config.get("batch_eval_metrics") is True:
-        said = "batch_eval_metrics is true: evaluate() keeps the logits of one batch; predict() keeps all"
-        return unknown(said, *rest)
+        one_batch = "batch_eval_metrics is true, so evaluate() keeps the logits of one batch, but predict() keeps all"
+        return unknown(one_batch, *rest)
     if None in (samples, length, vocab):
-        return unknown(
-            *[message or "the configuration does not say how many logits an evaluation keeps"],
-            advice="--set samples=2000 --set length=2048 --set vocab=151936; only needed with compute_metrics",
-        )
+        advice = "--set samples=2000 --set length=2048 --set vocab=151936; only needed with compute_metrics"
+        return unknown(no_size, advice=advice)
     if min(samples, length, vocab) < 1 or params["logit_bytes"] not in (2, 4):
-        return unknown("samples, length and vocab are numbers above zero, logit_bytes is 2 or 4")
+        return unknown("samples, length and vocab must be above zero, and logit_bytes must be 2 or 4")
     memory, source = gpu_memory(params["gpu_memory"])
     if memory is None:
         return unknown(source, advice="--set gpu_memory=79 (GiB of one GPU)")
     need = samples * length * vocab * params["logit_bytes"] / GIB
-    evidence = "%d samples x %d tokens x %d words: %.1f GiB of logits, on every GPU (%.1f GiB, %s)" % (
+    evidence = "%d samples x %d tokens x %d words are %.1f GiB of logits on every GPU (%.1f GiB, %s)" % (
         *(samples, length, vocab, need, memory),
         source,
     )
     if config.get("eval_accumulation_steps"):
-        return unknown(evidence, "eval_accumulation_steps is set: they go to host memory instead, of every rank")
+        return unknown(evidence, "eval_accumulation_steps is set, so every rank moves them to host memory instead")
     if need > memory:
-        advice = "preprocess_logits_for_metrics that takes the argmax; see `kb show oom-at-save-or-eval`"
-        return exposed(evidence, "if compute_metrics is set and preprocess_logits_for_metrics is not", advice=advice)
-    if 2 * need > 0.1 * memory:  # torch.cat holds the old and the new tensor
-        return unknown(evidence, "twice that at each concatenation; what the model leaves free is not known here")
-    return unknown(evidence, "twice that at each concatenation, still below a tenth of the card", *rest)
+        advice = "pass a preprocess_logits_for_metrics that takes the argmax; see `kb show oom-at-save-or-eval`"
+        condition = "this holds if compute_metrics is set and preprocess_logits_for_metrics is not"
+        return exposed(evidence, condition, advice=advice)
+    twice = "each concatenation needs twice that"  # torch.cat holds the old and the new tensor
+    if 2 * need > 0.1 * memory:
+        return unknown(evidence, twice + ", and kb does not know how much memory the model leaves free")
+    return unknown(evidence, twice + ", which is still below a tenth of the GPU's memory", *rest)
 
 
 def _batches(config: Mapping[str, Any]) -> List[str]:
-    """The evaluation's batch where it is larger than the training's; the Trainer's default is 8 for both."""
+    """A line if the evaluation's batch is larger than the training's; the Trainer's default is 8 for both."""
     training, evaluation = config.get("per_device_train_batch_size"), config.get("per_device_eval_batch_size", 8)
     if isinstance(training, int) and isinstance(evaluation, int) and evaluation > training:
-        return ["the evaluation has batches of %d, the training of %d" % (evaluation, training)]
+        return ["the evaluation has batches of %d samples, the training of %d" % (evaluation, training)]
     return []
 
 
 def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
-    """GiB of the largest GPU, as the job may use any of them, and the source; None with the reason."""
+    """GiB of the largest GPU, because the job may use any of them, and the source; or None and the reason."""
     if given is not None:
-        return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
+        return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory must be above zero")
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
         return max(map(int, output.split())) / 1024, "nvidia-smi"
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
+        return None, "gpu_memory was not given, and nvidia-smi does not report it: %s" % type(error).__name__
 
 
-RETAINED = "a training step fits, then the evaluation keeps the logits of every batch"
+RETAINED = "a training step fits, but the evaluation keeps the logits of every batch"
 
 
 def experiment(
@@ -198,18 +199,18 @@ def experiment(
 
 keep_logits = partial(train_then_evaluate, keep="logits")
 reduced = partial(train_then_evaluate, keep="argmax")
-SMALL = "the same evaluation keeps only the predicted tokens"
+SMALL = "the same evaluation keeps only the predicted tokens of every batch"
 rlimit = experiment("rlimit", keep_logits, RETAINED, reduced, SMALL)
 
 probe = Probe(
     check=check,
     params={
         "config": Param("path", "your training arguments (JSON or YAML)"),
-        "samples": Param("int", "samples of the evaluation set, over all ranks"),
+        "samples": Param("int", "number of samples in the evaluation set, over all ranks"),
         "length": Param("int", "tokens per sample"),
-        "vocab": Param("int", "size of the vocabulary, or classes per token"),
-        "logit_bytes": Param("int", "4 under mixed precision (accelerate makes outputs fp32), 2 for a bf16 model", 4),
-        "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
+        "vocab": Param("int", "size of the vocabulary, or number of classes per token"),
+        "logit_bytes": Param("int", "4 with mixed precision (accelerate makes outputs fp32), 2 for a bf16 model", 4),
+        "gpu_memory": Param("float", "GiB of one GPU (default: from nvidia-smi)"),
     },
     experiments=(
         rlimit.on_gpus(1, name="gpu", expect=GPU_OOM, gpu_memory_mib=GPU_MIB),
@@ -219,30 +220,30 @@ probe = Probe(
         experiment(
             "graph",
             partial(train_then_evaluate, keep="argmax", with_gradient=True),
-            "model.eval() without no_grad, and a list of losses that keep the graph of each batch",
+            "the evaluation calls model.eval() without no_grad, and its list of losses keeps each batch's graph",
             reduced,
-            "no gradients, and losses as numbers",
+            "the evaluation runs in no_grad and keeps the losses as numbers",
         ),
         experiment(
             "eval-batch",
             partial(train_then_evaluate, keep="argmax", times=8),
-            "the batch of the evaluation is eight times that of the training",
+            "the evaluation's batch is eight times as large as the training's",
             reduced,
-            "both batches are alike",
+            "the evaluation's batch is as large as the training's",
         ),
         experiment(
             "small-batches",
             partial(train_then_evaluate, keep="logits", times=0.5),
-            RETAINED + ", in batches half as large",
+            RETAINED + ", although the batches are half as large",
             partial(train_then_evaluate, keep="argmax", times=0.5),
             SMALL,
         ),
         experiment(
             "first-step",
             partial(first_step, sharded=False),
-            "AdamW makes its moments for all weights in the first step, on each of two ranks",
+            "in the first step, AdamW creates the moments of all weights on each of two ranks",
             partial(first_step, sharded=True),
-            "ZeroRedundancyOptimizer: each rank makes those of its part",
+            "with ZeroRedundancyOptimizer, each rank creates the moments of its part of the weights only",
             world_size=2,
         ),
         Experiment(
@@ -250,7 +251,7 @@ probe = Probe(
             control=Arm(
                 partial(trainer_evaluate, fixed=False),
                 HOST_OOM,
-                because="compute_metrics is given, so the Trainer concatenates the logits of all batches",
+                because="compute_metrics is set, so the Trainer concatenates the logits of all batches",
                 fidelity="stand-in",
                 stands_for=LIMITED_ADDRESS_SPACE,
             ),

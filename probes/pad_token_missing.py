@@ -1,4 +1,4 @@
-"""Samples of unequal length are padded with a token that the tokenizer, or the model's config, does not name."""
+"""Padding samples of unequal length fails or harms, because the tokenizer or the model's config has no pad token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kb.probe import (
 )
 
 END, SPARE = 1, 2
-WORDS = ["<s>", "</s>", "<|finetune_right_pad_id|>", *"abcdefghijklm"]  # no unknown token, as in Llama 3
+WORDS = ["<s>", "</s>", "<|finetune_right_pad_id|>", *"abcdefghijklm"]  # like Llama 3, without an unknown token
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 transformers: Callable[[], Any] = partial(importlib.import_module, "transformers")
 tokenizers: Callable[[], Any] = partial(importlib.import_module, "tokenizers")
@@ -49,7 +49,7 @@ def model_of_16(name: str) -> Any:
 
 
 def collate(ctx: Context, *, pad_id: Optional[int]) -> None:
-    """A collate function of one's own, as many training scripts have: torch pads, with the id of the tokenizer."""
+    """A custom collate function, in which torch pads with the tokenizer's id."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -64,7 +64,10 @@ def collate(ctx: Context, *, pad_id: Optional[int]) -> None:
 
 
 def pad(ctx: Context, *, choice: str, **names: str) -> None:
-    """Two samples to a collator of transformers; where the config has the id, through a model in a batch and alone."""
+    """A collator of transformers pads two samples.
+
+    If `choice` sets the id in the model's config, padding must not change what the model computes.
+    """
     import torch
 
     tokenizer = tokenizer_of_16(**names)
@@ -92,23 +95,23 @@ def pad(ctx: Context, *, choice: str, **names: str) -> None:
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]], batch
     if model is not None:
         together, alone = model(**batch).logits[1, :2], model(torch.tensor([rows[1]["input_ids"]])).logits[0]
-        assert torch.allclose(together, alone, atol=1e-5), "padding has changed what the model computes"
+        assert torch.allclose(together, alone, atol=1e-5), "padding changed what the model computes"
 
 
 def label(ctx: Context, *, pad_token: str) -> None:
-    """What the collator for language modelling makes of samples that end with EOS."""
+    """Which labels does the collator for language modelling make from samples that end with EOS?"""
     tokenizer = tokenizer_of_16(pad_token=pad_token)
     rows = [tokenizer(text) for text in ("a b c d </s>", "e f </s>")]
     ctx.reached()
     labels = transformers().DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)["labels"]
     ends = int((labels == END).sum())
     if not ends:
-        raise Symptom("2 samples end with id %d, and it is a label 0 times: %s" % (END, labels[1].tolist()))
+        raise Symptom("2 samples end with id %d, but no label is %d: %s" % (END, END, labels[1].tolist()))
     assert ends == 2, labels
 
 
 def scores(texts: List[str], pad_token: str, config_pad_id: Optional[int]) -> List[float]:
-    """A head that scores the last token: what it takes for the last one is decided by the model's config."""
+    """The scores of a head that scores the last token; the config's pad_token_id decides which token is the last."""
     tokenizer, model = tokenizer_of_16(pad_token=pad_token), model_of_16("LlamaForSequenceClassification")
     model.config.pad_token_id = config_pad_id
     batch = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
@@ -116,6 +119,7 @@ def scores(texts: List[str], pad_token: str, config_pad_id: Optional[int]) -> Li
 
 
 def score(ctx: Context, *, config_pad_id: Optional[int]) -> None:
+    """Does a sample get the same score alone and in a padded batch?"""
     ctx.reached()
     together = scores(["a b c d", "e f"], WORDS[SPARE], config_pad_id)[1]
     alone = scores(["e f"], WORDS[SPARE], config_pad_id)[0]
@@ -124,61 +128,66 @@ def score(ctx: Context, *, config_pad_id: Optional[int]) -> None:
 
 
 def compare(ctx: Context, *, pad_id: int) -> None:
-    """Two answers to one prompt, whose turn ends with EOS."""
+    """Do two answers to one prompt, whose turn ends with EOS, get different scores?"""
     ctx.reached()
     chosen, rejected = scores(["a b </s> c d </s>", "a b </s> e </s>"], WORDS[pad_id], pad_id)
     if abs(chosen - rejected) < 1e-6:
         raise Symptom("two answers to one prompt have the same score, %.4f" % chosen)
 
 
-# Without a pad token of their own in transformers 4.30 to 5.23, unless tokenizer.json has padding switched on.
+# In transformers 4.30 to 5.23 these classes have no default pad token, unless tokenizer.json enables padding.
 LLAMA, GPT2 = ("LlamaTokenizer", "LlamaTokenizerFast"), ("GPT2Tokenizer", "GPT2TokenizerFast")
 WITHOUT_DEFAULT = (*LLAMA, *GPT2, "PreTrainedTokenizerFast", "TokenizersBackend")
-# transformers 5 prefers a class of its own for some other types (Qwen2), and that one may bring a pad token.
+# For some other types (Qwen2), transformers 5 uses another class than the files name, which may have a pad token.
 TYPES = (None, "llama", "mistral", "mixtral", "gpt2")
-# Heads that score the last token, and whose config has no pad_token_id unless the file names one.
+# These heads score the last token, and their config has no default pad_token_id.
 HEADS = [name + "ForSequenceClassification" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "GPT2")]
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the tokenizer in this model's folder name a pad token, and does the model's config name the same?"""
+    """Does the tokenizer in this model's folder have a pad token, and does the model's config name the same one?"""
     folder = params["model"]
     if folder is None:
-        return unknown("no model was named", advice="--set model=folder with tokenizer_config.json and config.json")
+        advice = "--set model=FOLDER, which contains tokenizer_config.json and config.json"
+        return unknown("no model folder was given", advice=advice)
     tokenizer, config = read_object(folder / "tokenizer_config.json"), read_object(folder / "config.json")
     if tokenizer is None:
-        return unknown(f"no tokenizer_config.json could be read in {folder}", advice="print(tokenizer.pad_token)")
+        return unknown(f"kb cannot read a tokenizer_config.json in {folder}", advice="print(tokenizer.pad_token)")
     special, fast = (read_object(folder / file) or {} for file in ("special_tokens_map.json", "tokenizer.json"))
     name = content(tokenizer.get("pad_token")) or content(special.get("pad_token"))
     kind = str(tokenizer.get("tokenizer_class"))
     if not name:
-        message = f"tokenizer_config.json names no pad_token, its class is {kind}"
-        plain = fast and not fast.get("padding") and not tokenizer.get("auto_map")
-        if plain and kind in WITHOUT_DEFAULT and (config or {}).get("model_type") in TYPES:
-            return exposed(message, advice="set tokenizer.pad_token in the script, to a token that exists")
-        return unknown(message, "class, model type or tokenizer.json may give one", advice="print(tokenizer.pad_token)")
+        missing = f"tokenizer_config.json names no pad_token, and its tokenizer_class is {kind}"
+        no_default = fast and not fast.get("padding") and not tokenizer.get("auto_map")
+        if no_default and kind in WITHOUT_DEFAULT and (config or {}).get("model_type") in TYPES:
+            return exposed(missing, advice="set tokenizer.pad_token in the script to a token that exists")
+        default = "the class, the model type or tokenizer.json may provide one"
+        return unknown(missing, default, advice="print(tokenizer.pad_token)")
     number = special_ids(tokenizer, fast).get(name)
-    message = f"the tokenizer pads with {name!r}, id {number}"
+    of_tokenizer = f"the tokenizer pads with {name!r}, id {number}"
     if number is None:
-        return unknown(message, "the files that list special tokens do not have it: is it in the vocabulary?")
+        return unknown(
+            of_tokenizer, "the lists of special tokens do not contain it, so it may not be in the vocabulary"
+        )
     if config is None:
-        return unknown(message, f"no config.json could be read in {folder}")
+        return unknown(of_tokenizer, f"kb cannot read a config.json in {folder}")
     text = config.get("text_config")
     declared = (text if isinstance(text, dict) else config).get("pad_token_id")
-    message_of_model = f"config.json has pad_token_id {declared}"
+    of_model = f"config.json has pad_token_id {declared}"
     if declared != number and any(head in str(config.get("architectures")) for head in HEADS):
-        repair = "Trainer.train() sets it from transformers 4.56 on, evaluation and inference do not"
-        return exposed(message, message_of_model, repair, advice="model.config.pad_token_id = tokenizer.pad_token_id")
+        trainer = "Trainer.train() sets it since transformers 4.56, but evaluation and inference do not"
+        return exposed(of_tokenizer, of_model, trainer, advice="model.config.pad_token_id = tokenizer.pad_token_id")
     if declared != number:
-        return unknown(message, message_of_model, "harmless in causal training, not for a score, reward or class head")
+        harm = "this is harmless in causal training, but not for a score, reward or classification head"
+        return unknown(of_tokenizer, of_model, harm)
     rows = (text if isinstance(text, dict) else config).get("vocab_size")
     if not isinstance(rows, int) or number >= rows:
-        return unknown(message, message_of_model, f"config.json says {rows} rows: is there one for this id?")
+        no_row = f"config.json has vocab_size {rows}, so the model may have no embedding row for this id"
+        return unknown(of_tokenizer, of_model, no_row)
     if name == (content(tokenizer.get("eos_token")) or content(special.get("eos_token"))):
-        return unknown(
-            message, message_of_model, "it is EOS too: harmful where labels or the last token are found by value"
-        )
-    return clear(message, message_of_model)
+        also_eos = "it is also the EOS token, which is harmful if code finds labels or the last token by its id"
+        return unknown(of_tokenizer, of_model, also_eos)
+    return clear(of_tokenizer, of_model)
 
 
 def read_object(path: Path) -> Optional[Dict[str, Any]]:
@@ -198,14 +207,14 @@ def special_ids(tokenizer: Mapping[str, Any], fast: Mapping[str, Any]) -> Dict[s
 
 
 def content(token: Any) -> str:
-    """The text of a token, which is written as text or as an object."""
+    """The text of a token, which the files write as a string or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def experiment(name: str, bad: Any, good: Any, expect: Expect, why: str, fix: str, hf: str = ">=4.38") -> Experiment:
-    """With releases `hf` of transformers, or as a stand-in without it."""
-    stands_for = "" if hf else "a tokenizer, by its pad_token_id; padding and failure are torch's own"
+    """An experiment with releases `hf` of transformers, or, if `hf` is empty, a stand-in without transformers."""
+    stands_for = "" if hf else "a tokenizer; here the job has only its pad_token_id, and torch itself pads"
     arm = partial(Arm, fidelity="cpu" if hf else "stand-in", stands_for=stands_for)
     control, treatment = arm(bad, expect, why), arm(good, completed(), fix)
     needs = Needs(packages={"torch": ">=2.1", **({"transformers": hf} if hf else {})}, memory_mib=2048 if hf else 512)
@@ -215,29 +224,34 @@ def experiment(name: str, bad: Any, good: Any, expect: Expect, why: str, fix: st
 
 ASKING = raised(r"Asking to pad but the tokenizer does not have a padding token")
 NOT_FLOAT = raised(r"pad_sequence\(\): argument 'padding_value' \(position 3\) must be float, not NoneType")
-OTHER, COPIED = "another token is the pad token", "the config gets the id of the tokenizer"
+OTHER, COPIED = (
+    "the pad token is another token than EOS",
+    "the script copies the tokenizer's pad_token_id to the config",
+)
+NO_ID = "the tokenizer has no pad token, so torch gets None as the padding value"
+FILLED = "torch pads with an id of the vocabulary"
 filled, spared = partial(collate, pad_id=SPARE), partial(pad, choice="spare")
 named = partial(pad, choice="unknown token", pad_token=WORDS[SPARE])
 same_id = partial(score, config_pad_id=SPARE)
 probe = Probe(
     check=check,
-    params={"model": Param("path", "folder of a model in Hugging Face format, for the check")},
+    params={"model": Param("path", "folder of a model in Hugging Face format")},
     experiments=(
         experiment(
             "transformers",
             partial(pad, choice=""),
             spared,
             ASKING,
-            "the tokenizer names no pad token and the samples differ in length",
-            "the collator fills up with a token that the vocabulary has",
+            "the tokenizer has no pad token, and the samples differ in length",
+            "the collator pads with a token of the vocabulary",
         ),
         experiment(
             "collate",
             partial(collate, pad_id=None),
             filled,
             NOT_FLOAT,
-            "the id of a pad token that is not there is None",
-            "an id of the vocabulary fills up",
+            NO_ID,
+            FILLED,
             "",
         ),
     ),
@@ -247,8 +261,8 @@ probe = Probe(
             partial(collate, pad_id=-100),
             filled,
             symptom("id -100 in a padded batch reached the embedding: index out of range in self"),
-            "-100 is a label to leave out, and no row of an embedding",
-            "an id of the vocabulary fills up",
+            "the script pads input ids with -100, which is for labels only and has no embedding row",
+            FILLED,
             "",
         ),
         experiment(
@@ -256,23 +270,23 @@ probe = Probe(
             partial(pad, choice="unknown token"),
             named,
             ASKING,
-            "made from a tokenizers object without names, and unk_token is None, so that nothing was set",
-            "the constructor is given the name of the pad token",
+            "the script sets the pad token to unk_token, which is None in a tokenizer made without special tokens",
+            "the script passes the pad token to the tokenizer's constructor",
         ),
         experiment(
             "unknown-name",
             partial(pad, choice="unknown name"),
             partial(pad, choice="added"),
             raised(r"'<' not supported between instances of 'NoneType' and 'int'"),
-            "pad_token was set to a name that is not in the vocabulary and that nothing adds",
-            "the name is added and the model resized",
+            "the script sets pad_token to a name that is not in the vocabulary and never adds it",
+            "the script adds the pad token and resizes the model",
         ),
         experiment(
             "model-config",
             partial(score, config_pad_id=None),
             same_id,
             raised(r"Cannot handle batch sizes > 1 if no padding token is defined"),
-            "the tokenizer has a pad token and the model's config has none",
+            "the tokenizer has a pad token, but the model's config has none",
             COPIED,
         ),
         experiment(
@@ -280,15 +294,15 @@ probe = Probe(
             partial(score, config_pad_id=0),
             same_id,
             symptom(r"the same sample scores -?\d\.\d+ alone and -?\d\.\d+ in a padded batch"),
-            "the config names another id than the tokenizer, and padding is scored",
+            "the config has another pad_token_id than the tokenizer, so the head scores a padding token",
             COPIED,
         ),
         experiment(
             "masked-end",
             partial(label, pad_token="</s>"),
             partial(label, pad_token=WORDS[SPARE]),
-            symptom(r"2 samples end with id 1, and it is a label 0 times"),
-            "EOS is the pad token, and the collator masks by value",
+            symptom(r"2 samples end with id 1, but no label is 1"),
+            "EOS is the pad token, so the collator also masks the EOS at the end of each sample",
             OTHER,
         ),
         experiment(
@@ -296,7 +310,7 @@ probe = Probe(
             partial(compare, pad_id=END),
             partial(compare, pad_id=SPARE),
             symptom(r"two answers to one prompt have the same score"),
-            "EOS is the pad token, and what comes before the first one is scored",
+            "EOS is the pad token, so the head scores the token before the first EOS, which is in the prompt",
             OTHER,
             ">=4.38,<4.49",
         ),
