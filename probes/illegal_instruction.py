@@ -1,7 +1,7 @@
-"""Code that was built for another CPU: the first instruction that this one lacks ends the process with SIGILL.
+"""Code was built for another CPU: the first instruction that this CPU lacks ends the process with SIGILL.
 
-What another node's compiler makes of -march=native is made here by naming a CPU of that kind: one with an extension
-that /proc/cpuinfo does not list.
+The probe cannot run a compiler with -march=native on another node. It names that node's CPU instead: one that has an
+extension that /proc/cpuinfo of this machine does not list.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ extern "C" void step(unsigned *bits, float *weights, int n) {
     for (int i = 0; i < n; i++) weights[i] = weights[i] * 0.5f + 1.0f;
 }
 #ifdef __aarch64__
-#define TRAP __asm__ volatile(".inst 0")  // udf; GCC's own trap is a breakpoint there
+#define TRAP __asm__ volatile(".inst 0")  // udf; GCC's own trap is a breakpoint on this architecture
 #else
 #define TRAP __builtin_trap()  // ud2
 #endif
@@ -49,43 +49,43 @@ extern "C" int check(int size) { if (size < 0) TRAP; return size; }
 N = 1024
 
 
-class Other(NamedTuple):
-    """Another CPU: its name for the compiler, and an extension that it has."""
+class Cpu(NamedTuple):
+    """A CPU: its name for the compiler, and an extension that it has."""
 
     march: str
     flag: str
 
 
 CPUS = {
-    "x86_64": (Other("bdver4", "xop"), Other("skylake-avx512", "avx512f")),  # an Opteron of 2015, a Xeon of 2017
-    "aarch64": (Other("armv8.2-a+sve", "sve"),),
+    "x86_64": (Cpu("bdver4", "xop"), Cpu("skylake-avx512", "avx512f")),  # an Opteron of 2015, a Xeon of 2017
+    "aarch64": (Cpu("armv8.2-a+sve", "sve"),),
 }
 GENERIC = {"x86_64": "x86-64", "aarch64": "armv8-a"}
 ROTATE = bytes.fromhex("89f8 c1c005 c3")  # mov eax, edi; rol eax, 5
-ROTATE_XOP = bytes.fromhex("c5f96ec7 8fe878c2c005 c5f97ec0 c3")  # the same by vprotd
+ROTATE_XOP = bytes.fromhex("c5f96ec7 8fe878c2c005 c5f97ec0 c3")  # the same with vprotd
 
 
 def cores_in(text: str) -> List[FrozenSet[str]]:
-    """The extensions of each core in /proc/cpuinfo, or in what lscpu prints."""
+    """The extensions of each core in /proc/cpuinfo, or in the output of lscpu."""
     lines = re.findall(r"^(?:flags|features)\s*:(.*)$", text, re.MULTILINE | re.IGNORECASE)
     return [frozenset(line.split()) for line in lines]
 
 
-def other_cpu() -> Other:
-    """A CPU that has what this one lacks."""
+def other_cpu() -> Cpu:
+    """A CPU with an extension that this machine lacks."""
     try:
         cores = cores_in(Path("/proc/cpuinfo").read_text(errors="replace"))
     except OSError as error:
-        raise Unavailable("/proc/cpuinfo cannot be read: %s" % error) from error
+        raise Unavailable("kb cannot read /proc/cpuinfo: %s" % error) from error
     candidates = CPUS.get(platform.machine(), ()) if cores else ()
     found = [other for other in candidates if not any(other.flag in core for core in cores)]
     if not found:
-        raise Unavailable("no CPU is known that has an extension which this one lacks, or /proc/cpuinfo lists none")
+        raise Unavailable("kb knows no CPU with an extension that this CPU lacks, or /proc/cpuinfo lists no extensions")
     return found[0]
 
 
-def use(path: str) -> None:
-    """Call the library, and look at what it did."""
+def call_library(path: str) -> None:
+    """Calls the library and checks its results."""
     bits, weights = (ctypes.c_uint32 * N)(*range(N)), (ctypes.c_float * N)(*range(N))
     ctypes.CDLL(path).step(bits, weights, N)
     assert list(bits) == [number << 5 for number in range(N)]
@@ -106,23 +106,23 @@ def compile_for(ctx: Context, march: str) -> str:
 
 
 def train(ctx: Context, *, generic: bool, variables: bool = False) -> None:
-    """The library came with an image or a wheel, and was compiled on another machine."""
+    """Calls a library that was compiled on another machine, as one that comes with an image or a wheel."""
     other = other_cpu()
     library = compile_for(ctx, GENERIC[platform.machine()] if generic else other.march)
     if variables:
         os.environ.update(ATEN_CPU_CAPABILITY="default", ONEDNN_MAX_CPU_ISA="SSE41", MKL_ENABLE_INSTRUCTIONS="SSE4_2")
     ctx.reached()
-    use(library)
+    call_library(library)
 
 
 def call_code(ctx: Context, *, generic: bool) -> None:
-    """Without a compiler: one function, as machine code."""
+    """Calls one function of machine code, which needs no compiler."""
     if platform.machine() != "x86_64" or other_cpu().flag != "xop":
-        raise Unavailable("the machine code is that of an x86 which has no XOP")
+        raise Unavailable("the machine code needs an x86 CPU without XOP")
     try:
         memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError as error:
-        raise Unavailable("memory cannot be made executable here: %s" % error) from error
+        raise Unavailable("this machine forbids executable memory: %s" % error) from error
     memory.write(ROTATE if generic else ROTATE_XOP)
     rotate = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint32)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
     ctx.reached()
@@ -130,22 +130,22 @@ def call_code(ctx: Context, *, generic: bool) -> None:
 
 
 def call_checked(ctx: Context, *, size: int) -> None:
-    """Built here, for this very CPU; where a check of its own fails, the library ends the process by a trap."""
+    """Calls a library built for this CPU; if a check in it fails, the library ends the process with a trap."""
     library = ctypes.CDLL(compile_for(ctx, "native"))
     ctx.reached()
     assert library.check(size) == size
 
 
-def share_cache(ctx: Context, *, own_folder: bool = False, wrapped: bool = False, at_once: bool = False) -> None:
-    """Two nodes with one home: rank 0 is the node that builds, rank 1 the one that comes later, with this CPU.
+def share_cache(ctx: Context, *, folder_per_cpu: bool = False, wrapped: bool = False, at_once: bool = False) -> None:
+    """Two nodes share a home folder: rank 0 is the node that builds, rank 1 a node with this CPU that comes later.
 
-    With `at_once` it comes while the first still builds, and would itself build with another option.
+    With `at_once`, rank 1 comes while rank 0 still builds, and would itself build with another option.
     """
     from torch.utils import cpp_extension
 
     other, compiler, source = other_cpu(), Path(ctx.path("cxx-for-all")), Path(ctx.path("step.cpp"))
     node = "native" if ctx.rank == 1 else other.march
-    cache = Path(ctx.path("cache-" + node if own_folder else "cache"))
+    cache = Path(ctx.path("cache-" + node if folder_per_cpu else "cache"))
     cache.mkdir(exist_ok=True)
     os.environ.update(TORCH_EXTENSIONS_DIR=str(cache), CXX=str(compiler))
     os.environ["KB_NODE"] = GENERIC[platform.machine()] if wrapped else node
@@ -156,7 +156,7 @@ def share_cache(ctx: Context, *, own_folder: bool = False, wrapped: bool = False
     assert ctx.meet("written")
     if ctx.rank == 1 and not at_once:
         assert ctx.meet("built")
-    while ctx.rank == 1 and at_once and not own_folder and not (cache / "step" / "lock").exists():
+    while ctx.rank == 1 and at_once and not folder_per_cpu and not (cache / "step" / "lock").exists():
         time.sleep(0.001)
     options = ["-O3", "-march=native", *(["-D__AVX%d__" % (512 if ctx.rank == 0 else 256)] if at_once else [])]
     cpp_extension.load("step", [str(source)], extra_cflags=options, is_python_module=False)
@@ -164,10 +164,10 @@ def share_cache(ctx: Context, *, own_folder: bool = False, wrapped: bool = False
         assert ctx.meet("built")
     ctx.reached()
     if ctx.rank == 1:
-        use(str(cache / "step" / "step.so"))
+        call_library(str(cache / "step" / "step.so"))
 
 
-# What either node calls its compiler. To each of them -march=native is its own CPU, unless a wrapper says otherwise.
+# The compiler of both nodes. It replaces -march=native by the CPU of the node, or by the one that a wrapper names.
 COMPILER = """#!/bin/sh
 for word; do
     shift
@@ -179,7 +179,7 @@ exec c++ "$@"
 """
 
 
-# --- the check: what can other nodes, and the extensions that are built already, use that this CPU lacks? -------------
+# --- the check: do other nodes, or extensions that are already built, use an extension that this CPU lacks? ----------
 
 LIST_S, LARGEST = 0.5, 1 << 22
 EXTENSION = re.compile(
@@ -188,11 +188,12 @@ EXTENSION = re.compile(
 COMPILER_LINE = re.compile(r"^cxx = (\S*[/-])?(c|g|clang)\+\+(-\d+)?$", re.MULTILINE)
 V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 OPTIONS = {"-D__AVX512__": "avx512f", "-D__AVX256__": "avx2", "-mavx512f": "avx512f", "-mavx2": "avx2", "-mfma": "fma"}
-FOLDERS_ADVICE = "a folder of extensions for each kind of CPU, or builds for the weakest: Fix 1 and 2 of the entry"
-GIVE = "ssh NODE cat /proc/cpuinfo > other, and --set other=other, compares this CPU with that of another node"
+FOLDERS_ADVICE = "use one folder of extensions per kind of CPU, or build for the weakest CPU: Fix 1 and 2 of the entry"
+COMPARE_ADVICE = "to compare this CPU with another node's: ssh NODE cat /proc/cpuinfo > other, then --set other=other"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Do extensions that torch built, or other nodes, use an instruction that this CPU lacks?"""
     cores, why = read_cores("/proc/cpuinfo")
     if not cores:
         return unknown(why)
@@ -204,39 +205,41 @@ def check(params: Mapping[str, Any]) -> Finding:
     is_x86 = "sse2" in own
     missing = ", ".join(sorted(V3 - own))
     if is_x86 and missing:
-        why = "this CPU shows no %s: code for x86-64-v3 ends here" % missing
-        advice = "Fix 3 of the entry: a VM may hide it" if "hypervisor" in own else "Fix 4 of the entry"
+        why = "this CPU lacks %s: code for x86-64-v3 dies on it with SIGILL" % missing
+        advice = "see Fix 3 of the entry: the VM may hide it" if "hypervisor" in own else "see Fix 4 of the entry"
         return exposed(why, *notes, advice=advice)
     if not params["other"]:
-        return unknown(*notes, "what the CPU of other nodes has is not known", advice=GIVE)
+        return unknown(*notes, "kb does not know the CPUs of the other nodes", advice=COMPARE_ADVICE)
     cores, why = read_cores(str(params["other"]))
     if not cores:
         return unknown(*notes, why)
     other = frozenset.union(*cores)
     if ("sse2" in other) != is_x86:
-        return unknown(*notes, "%s is of another architecture" % params["other"])
+        return unknown(*notes, "the CPU in %s has another architecture" % params["other"])
     more = ", ".join(sorted(flag for flag in other - own if not is_x86 or EXTENSION.match(flag)))
     if more:
-        return exposed("%s has, and this CPU lacks: %s" % (params["other"], more), *notes, advice=FOLDERS_ADVICE)
+        return exposed(
+            "this CPU lacks extensions of the CPU in %s: %s" % (params["other"], more), *notes, advice=FOLDERS_ADVICE
+        )
     if builds.unread:
         return unknown(*notes)
-    why = "this CPU has every extension that %s lists: what is built there can run here" % params["other"]
+    why = "this CPU has every extension that %s lists, so code that is built there can run here" % params["other"]
     return clear(why, *notes)
 
 
 def read_cores(path: str) -> Tuple[List[FrozenSet[str]], str]:
-    """Or why there are none."""
+    """The extensions of each core; if there are none, the reason as well."""
     try:
         if not os.path.isfile(path):
-            return [], "%s is no file" % path
+            return [], "%s is not a file" % path
         with open(path, errors="replace") as file:
-            return cores_in(file.read(LARGEST)), "%s lists no flags of a CPU" % path
+            return cores_in(file.read(LARGEST)), "%s lists no CPU flags" % path
     except (OSError, ValueError) as error:
-        return [], "%s cannot be read: %s" % (path, error)
+        return [], "kb cannot read %s: %s" % (path, error)
 
 
 class Builds(NamedTuple):
-    """What the extensions that torch built ask of a CPU."""
+    """Evidence about the extensions that torch built: which need more than this CPU has, and which kb cannot judge."""
 
     lacks: List[str]
     native: List[str]
@@ -248,30 +251,31 @@ def read_builds(cache: str, own: FrozenSet[str]) -> Builds:
     found, end = Builds([], [], []), time.monotonic() + LIST_S
     try:
         if cache and not root.is_dir():
-            raise FileNotFoundError("it is no folder")
+            raise FileNotFoundError("it is not a folder")
         for path in chain(root.glob("*/build.ninja"), root.glob("*/*/build.ninja")):
             if time.monotonic() > end:
-                raise TimeoutError("it takes too long")
+                raise TimeoutError("reading it takes too long")
             with path.open(errors="replace") as file:
                 text = file.read(LARGEST)
-            if not COMPILER_LINE.search(text):  # a wrapper, which may change the options
+            if not COMPILER_LINE.search(text):  # the compiler is a wrapper, which may change the options
                 continue
             words = set(text.split())
             for word, flag in OPTIONS.items():
                 if word in words and flag not in own:
-                    found.lacks.append("%s is built with %s, and this CPU lacks %s" % (path.parent, word, flag))
+                    found.lacks.append("%s was built with %s, but this CPU lacks %s" % (path.parent, word, flag))
             if words & {"-march=native", "-mcpu=native"}:
-                found.native.append("%s is built for the CPU that built it" % path.parent)
+                found.native.append("%s was built for the CPU of the node that built it" % path.parent)
     except (OSError, ValueError) as error:
-        found.unread.append("not all of %s was read: %s" % (root, error))
+        found.unread.append("kb did not read all of %s: %s" % (root, error))
     return found
 
 
 # --- the experiments --------------------------------------------------------------------------------------------------
 
 SIGILL = killed("SIGILL")
-MACHINE_CODE = "a library: one function, written down as machine code"
-FOREIGN = "the library is compiled for a CPU that has more"
+MACHINE_CODE = "a library: the probe contains one function as machine code"
+FOREIGN = "the library is compiled for a CPU with an instruction that this CPU lacks"
+PORTABLE = "the library is compiled for the baseline that every CPU of this architecture has"
 
 
 def pair(
@@ -292,9 +296,9 @@ def pair(
     )
 
 
-NATIVE = "the node that builds first has another CPU, and native is the same word on both"
-WAITED = "this node waits for the other, which builds for its own CPU, and loads that"
-FOLDERS = "a folder for each kind of CPU"
+NATIVE = "the node that builds first has another CPU, and torch sees the same flag, native, on both nodes"
+WAITED = "this node waits while another node builds for its own CPU, then loads that library"
+FOLDERS = "each kind of CPU has its own folder of extensions"
 
 
 def cached(name: str, because: str, fix: str, works: Mapping[str, Any], until: str = "", **both: Any) -> Experiment:
@@ -316,14 +320,14 @@ built = pair(
     partial(train, generic=False),
     partial(train, generic=True),
     FOREIGN,
-    "it is compiled for what all CPUs of its kind have",
+    PORTABLE,
 )
 machine_code = pair(
     "machine-code",
     partial(call_code, generic=False),
     partial(call_code, generic=True),
-    "the function has an instruction that this CPU lacks",
-    "the function has none",
+    "the function contains an instruction that this CPU lacks",
+    "the function contains only instructions that this CPU has",
     needs=Needs(packages={}),
     stands_for=MACHINE_CODE,
 )
@@ -331,27 +335,35 @@ machine_code = pair(
 probe = Probe(
     check=check,
     params={
-        "other": Param("path", "a copy of /proc/cpuinfo, of the node that built, or of several in one file"),
-        "cache": Param("path", "the folder of the job's extensions, if it is not the default"),
+        "other": Param(
+            "path",
+            "copy of /proc/cpuinfo from the node that built the code; one file may contain copies from more nodes",
+        ),
+        "cache": Param("path", "folder of the job's torch extensions, if it is not the default"),
     },
     experiments=(built, machine_code),
     variants=(
-        cached("shared-cache", NATIVE, FOLDERS, {"own_folder": True}),
-        cached("wrapper", NATIVE, "a compiler on both that takes native for what all have", {"wrapped": True}),
-        cached("waiting", WAITED, FOLDERS, {"own_folder": True}, until=",<2.14", at_once=True),
+        cached("shared-cache", NATIVE, FOLDERS, {"folder_per_cpu": True}),
+        cached(
+            "wrapper",
+            NATIVE,
+            "a compiler wrapper on both nodes replaces native by the baseline of all CPUs",
+            {"wrapped": True},
+        ),
+        cached("waiting", WAITED, FOLDERS, {"folder_per_cpu": True}, until=",<2.14", at_once=True),
         pair(
             "variables",
             partial(train, generic=False, variables=True),
             partial(train, generic=True, variables=True),
-            FOREIGN + ", and variables tell torch, oneDNN and MKL to use less",
-            "it is compiled for what all CPUs of its kind have",
+            FOREIGN + "; variables of torch, oneDNN and MKL do not help",
+            PORTABLE,
         ),
         pair(
             "trap",
             partial(call_checked, size=-1),
             partial(call_checked, size=1),
-            "the library is compiled for this CPU, and a check in it fails",
-            "the check holds",
+            "the library is compiled for this CPU, but a check in it fails and traps",
+            "the check in the library succeeds",
         ),
     ),
 )
