@@ -1,4 +1,4 @@
-"""FSDP accumulates gradients without communication, and each rank then holds those of the whole model."""
+"""FSDP accumulates gradients without communication, so each rank holds the gradients of the whole model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable, ContextManager, Dict, List, Tuple
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
 LAYERS, WIDTH, ACCUMULATION, STEPS = 8, 16, 3, 2
-ALL = LAYERS * WIDTH * WIDTH  # elements of the weights
+ALL = LAYERS * WIDTH * WIDTH  # number of weights
 
 
 def build(ctx: Context) -> Any:
@@ -44,7 +44,7 @@ def micro_loss(model: Any, batch: Any) -> Any:
 
 
 def one_process(ctx: Context) -> List[Any]:
-    """The weights after the same steps, with the batches of all ranks, in one process."""
+    """The weights after the same steps in one process, with the batches of all ranks."""
     model = build(ctx)
     optimizer = make_optimizer(model)
     for step in range(STEPS):
@@ -59,10 +59,10 @@ def one_process(ctx: Context) -> List[Any]:
 def compare(model: Any, expected: List[Any]) -> None:
     import torch
 
-    for parameter, right in zip(list(model.parameters()), expected):
+    for parameter, reference in zip(list(model.parameters()), expected):
         whole = parameter.detach()
         whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
-        torch.testing.assert_close(whole, right, rtol=0, atol=1e-9)
+        torch.testing.assert_close(whole, reference, rtol=0, atol=1e-9)
 
 
 def shard(model: Any, mesh: Any = None) -> Any:
@@ -74,8 +74,8 @@ def shard(model: Any, mesh: Any = None) -> Any:
     return model
 
 
-def count() -> Dict[str, int]:
-    """Counts reductions from now on: the functions of torch.distributed that FSDP calls, in old and new releases."""
+def count_reductions() -> Dict[str, int]:
+    """Counts from now on the calls of the reductions that FSDP uses; their names differ between releases."""
     import torch.distributed as dist
 
     names = dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "reduce-scatter")
@@ -95,26 +95,26 @@ def count() -> Dict[str, int]:
     return calls
 
 
-def held(model: Any) -> int:
-    """Elements of gradients that this rank holds, wherever FSDP keeps them."""
+def count_gradients(model: Any) -> int:
+    """The number of gradient elements that this rank holds, wherever FSDP stores them."""
     import torch
 
-    found = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters()]
+    gradients = [getattr(parameter.grad, "_local_tensor", parameter.grad) for parameter in model.parameters()]
     for module in model.modules():
         state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
         group = getattr(state, "_fsdp_param_group", None)
         for holder in (group, *getattr(group, "fsdp_params", ())):
             names = ("unsharded_accumulated_grad", "_partial_reduce_output")
-            found += [getattr(holder, name, None) for name in names]
-            found.append(getattr(getattr(holder, "_unsharded_param", None), "grad", None))
+            gradients += [getattr(holder, name, None) for name in names]
+            gradients.append(getattr(getattr(holder, "_unsharded_param", None), "grad", None))
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        found += [getattr(flat, "_saved_grad_shard", None), getattr(flat, "grad", None)]
-    storages = {part.untyped_storage().data_ptr(): part for part in found if torch.is_tensor(part) and part.numel()}
+        gradients += [getattr(flat, "_saved_grad_shard", None), getattr(flat, "grad", None)]
+    storages = {part.untyped_storage().data_ptr(): part for part in gradients if torch.is_tensor(part) and part.numel()}
     return sum(part.untyped_storage().nbytes() // part.element_size() for part in storages.values())
 
 
 def judge(ctx: Context, calls: Dict[str, int], most: int, watched: str, shards: int) -> None:
-    """Raises what is watched: the memory between two micro-batches, or calls in all steps beyond one per layer."""
+    """Raises `Symptom` if a rank holds more than its shard, or if steps make more than one `watched` call per layer."""
     ctx.note(most=most, of=ALL, calls=calls)
     if watched == "memory":
         if most != ALL // shards:
@@ -122,25 +122,25 @@ def judge(ctx: Context, calls: Dict[str, int], most: int, watched: str, shards: 
                 "a rank holds %d gradient elements between micro-batches, its shard has %d" % (most, ALL // shards)
             )
     elif calls[watched] != STEPS * LAYERS:
-        found = (calls[watched] // STEPS, watched, LAYERS)
-        raise Symptom("each optimizer step makes %d calls of %s, one per layer is %d" % found)
+        counts = (calls[watched] // STEPS, watched, LAYERS)
+        raise Symptom("each optimizer step makes %d calls of %s, one per layer is %d" % counts)
 
 
-def train(ctx: Context, model: Any, optimizer: Any, ask: Callable[[bool], ContextManager[Any]]) -> List[int]:
-    """What this rank holds after each micro-batch."""
+def train(ctx: Context, model: Any, optimizer: Any, sync: Callable[[bool], ContextManager[Any]]) -> List[int]:
+    """The number of gradient elements on this rank after each micro-batch; `sync` gets whether it is the last one."""
     seen = []
     for window in zip(*[iter(loader_of(ctx))] * ACCUMULATION):
         for number, batch in enumerate(window):
-            with ask(number == ACCUMULATION - 1):
+            with sync(number == ACCUMULATION - 1):
                 micro_loss(model, batch).backward()
-            seen.append(held(model))
+            seen.append(count_gradients(model))
         optimizer.step()
         optimizer.zero_grad()
     return seen
 
 
 def fsdp2(ctx: Context, *, way: str, watched: str = "memory", replicas: int = 1) -> None:
-    """fully_shard. The reduction comes in each micro-batch, or all of it or the all-reduce in the last."""
+    """fully_shard; `way` says when it reduces: in each micro-batch, in the last, or with all-reduce in the last."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ctx.init_process_group(timeout_s=60)
@@ -148,11 +148,11 @@ def fsdp2(ctx: Context, *, way: str, watched: str = "memory", replicas: int = 1)
     mesh = init_device_mesh(ctx.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     model = shard(model, mesh if replicas > 1 else mesh["shard"])
     optimizer, loader, accumulation = make_optimizer(model), loader_of(ctx), ACCUMULATION
-    calls, seen = count(), [0]
+    calls, seen = count_reductions(), [0]
     ctx.reached()
 
     def loss_of(model: Any, batch: Any) -> Any:
-        seen.append(held(model))  # between two micro-batches
+        seen.append(count_gradients(model))  # between two micro-batches
         return micro_loss(model, batch)
 
     if way == "reduce-scatter":
@@ -164,19 +164,19 @@ def fsdp2(ctx: Context, *, way: str, watched: str = "memory", replicas: int = 1)
             optimizer.zero_grad()
     else:
 
-        def ask(last: bool) -> Any:
+        def sync(last: bool) -> Any:
             if way == "no-sync":
                 assert all(parameter.grad is None for parameter in model.parameters())
                 model.set_requires_gradient_sync(last)
             return contextlib.nullcontext()
 
-        seen += train(ctx, model, optimizer, ask)
+        seen += train(ctx, model, optimizer, sync)
     compare(model, expected)
     judge(ctx, calls, max(seen), watched, shards)
 
 
 def fsdp1(ctx: Context, *, deferred: bool) -> None:
-    """FullyShardedDataParallel, FULL_SHARD."""
+    """FullyShardedDataParallel with FULL_SHARD; with `deferred`, no_sync skips all reductions but the last."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -186,20 +186,20 @@ def fsdp1(ctx: Context, *, deferred: bool) -> None:
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
     model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model[0])}), **options)
     optimizer = make_optimizer(model)
-    calls = count()
+    calls = count_reductions()
     ctx.reached()
 
-    def ask(last: bool) -> Any:
+    def sync(last: bool) -> Any:
         return model.no_sync() if deferred and not last else contextlib.nullcontext()
 
-    seen = train(ctx, model, optimizer, ask)
+    seen = train(ctx, model, optimizer, sync)
     with FullyShardedDataParallel.summon_full_params(model):
         compare(model, expected)
     judge(ctx, calls, max(seen), "memory", ctx.world_size)
 
 
 def accelerate(ctx: Context, *, sync_each_batch: bool, version: int) -> None:
-    """accelerate's accumulate; it turns FSDP on for accelerators only, so its state is set by hand."""
+    """accumulate() of accelerate, which enables FSDP only on accelerators, so this sets its state by hand."""
     import torch
 
     ctx.init_process_group(timeout_s=60)
@@ -218,12 +218,12 @@ def accelerate(ctx: Context, *, sync_each_batch: bool, version: int) -> None:
     )
     expected, model = one_process(ctx), build(ctx)
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    calls, most = count(), 0
+    calls, most = count_reductions(), 0
     ctx.reached()
     for batch in loader_of(ctx):
         with accelerator.accumulate(model):
-            accelerator.backward(micro_loss(model, batch) * ACCUMULATION)  # which divides it
-            most = max(most, held(model))
+            accelerator.backward(micro_loss(model, batch) * ACCUMULATION)  # backward() divides the loss
+            most = max(most, count_gradients(model))
             optimizer.step()
             optimizer.zero_grad()
     if version == 1:
@@ -256,13 +256,16 @@ FULL = symptom(r"a rank holds 2048 gradient elements between micro-batches, its 
 OF_FOUR = symptom(r"a rank holds 2048 gradient elements between micro-batches, its shard has 512$")
 OFTEN = symptom(r"each optimizer step makes 24 calls of reduce-scatter, one per layer is 8$")
 REPLICAS = symptom(r"each optimizer step makes 24 calls of all-reduce, one per layer is 8$")
-EACH, NO_SYNC, LAST = "a reduction in each micro-batch", "none before the last micro-batch", "an all-reduce in the last"
+EACH = "FSDP reduces the gradients in each micro-batch"
+NO_SYNC = "FSDP reduces the gradients only in the last micro-batch"
+LAST = "FSDP runs reduce-scatter in each micro-batch, but all-reduce only in the last"
 FSDP2 = arms(fsdp2, "way", "no-sync", "each")
 SWITCH = partial(arms, accelerate, "sync_each_batch", False, True)
 TRAFFIC = arms(fsdp2, "way", "each", "no-sync", watched="reduce-scatter")
 MEMORY = arms(fsdp2, "way", "no-sync", "reduce-scatter", replicas=2)
 BETWEEN = arms(fsdp2, "way", "each", "reduce-scatter", watched="all-reduce", replicas=2)
-DEFAULT, SET = "accumulate() without sync_each_batch", "sync_each_batch=True"
+DEFAULT = "accumulate() without sync_each_batch reduces the gradients only in the last micro-batch"
+SYNC_EACH = "sync_each_batch=True reduces the gradients in each micro-batch"
 
 memory = pair("memory", FSDP2, NO_SYNC, EACH, FULL)
 probe = Probe(
@@ -273,7 +276,7 @@ probe = Probe(
         pair("traffic", TRAFFIC, EACH, NO_SYNC, OFTEN),
         pair("replicas", BETWEEN, EACH, LAST, REPLICAS, ranks=4),
         pair("replicas-memory", MEMORY, NO_SYNC, LAST, FULL, ranks=4),
-        pair("accelerate-fsdp1", SWITCH(version=1), DEFAULT, SET, FULL, accelerate=">=1.11"),
-        pair("accelerate-fsdp2", SWITCH(version=2), DEFAULT, SET, FULL, accelerate=">=1.11"),
+        pair("accelerate-fsdp1", SWITCH(version=1), DEFAULT, SYNC_EACH, FULL, accelerate=">=1.11"),
+        pair("accelerate-fsdp2", SWITCH(version=2), DEFAULT, SYNC_EACH, FULL, accelerate=">=1.11"),
     ),
 )
