@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed keep no graph: of what was gathered, the other ranks' part gets no gradient."""
+"""torch.distributed.all_gather records no graph, so the rows of a rank get no gradient from the loss of other ranks."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any, List, Tuple
 
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
-ROWS, WIDTH = 3, 4  # pairs of a rank, numbers of a row
+ROWS, WIDTH = 3, 4  # pairs per rank, numbers per row
 
 
 def gather_by_function(images: Any, *, summed: bool = True) -> Any:
-    """The function of the entry: the gradient of a row is the sum of what all ranks have for it."""
+    """The entry's function, whose backward sums a row's gradients over all ranks; without `summed` it does not."""
     import torch
     import torch.distributed as dist
 
     class AllGather(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(_, tensor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205 - as the entry prints it
+        def forward(_, tensor):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205 - the entry prints it so
             parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
             dist.all_gather(parts, tensor.contiguous())
             return torch.cat(parts)
 
         @staticmethod
-        def backward(_, gradient):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205 - as the entry prints it
+        def backward(_, gradient):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205 - the entry prints it so
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(gradient)
             return gradient.chunk(dist.get_world_size())[dist.get_rank()]
@@ -37,7 +37,7 @@ def gather_by_function(images: Any, *, summed: bool = True) -> Any:
 
 
 def gather_by_torch(images: Any, texts: Any, scale: Any) -> Any:
-    """What was gathered, and the loss of the rank's rows as the entry prints it."""
+    """The gathered rows, and the loss of this rank's rows as the entry prints it."""
     import torch
     import torch.distributed as dist
     from torch.distributed.nn import all_gather
@@ -51,10 +51,11 @@ def gather_by_torch(images: Any, texts: Any, scale: Any) -> Any:
 
 
 def gather_plainly(tensor: Any, way: str) -> Any:
+    """torch.distributed.all_gather, alone or with a remedy that people try."""
     import torch
     import torch.distributed as dist
 
-    tensor = tensor.contiguous()  # NCCL refuses others
+    tensor = tensor.contiguous()  # NCCL rejects other tensors
     parts: List[Any] = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor)
     if way == "own part":
@@ -65,14 +66,14 @@ def gather_plainly(tensor: Any, way: str) -> Any:
 
 def gather(images: Any, texts: Any, way: str) -> Any:
     if way.startswith("own function"):
-        one = partial(gather_by_function, summed=way == "own function")
+        gather_one = partial(gather_by_function, summed=way == "own function")
     else:
-        one = partial(gather_plainly, way=way)
-    return one(images), one(texts)
+        gather_one = partial(gather_plainly, way=way)
+    return gather_one(images), gather_one(texts)
 
 
 def contrast(rows: Any, of_all: Any, first: int, scale: Any) -> Any:
-    """The loss of CLIP, of images and texts: the pair of row i is row `first` + i of all."""
+    """CLIP's contrastive loss of images and texts, in which row i belongs to row `first` + i of all rows."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -83,6 +84,7 @@ def contrast(rows: Any, of_all: Any, first: int, scale: Any) -> Any:
 
 
 def batch(ctx: Context) -> Any:
+    """The images and texts of both ranks."""
     import torch
 
     numbers = torch.arange(2 * ROWS * WIDTH * 2, dtype=torch.float32, device=ctx.device)
@@ -90,7 +92,7 @@ def batch(ctx: Context) -> Any:
 
 
 def tower(ctx: Context, learned: bool) -> Any:
-    """Two encoders in one module, the first half of the outputs for images, the other for texts; and a temperature."""
+    """A temperature and two encoders in one module: half of the layer's outputs is for images, the other for texts."""
     import torch
 
     class Tower(torch.nn.Module):  # type: ignore[misc]
@@ -117,7 +119,7 @@ def train(
     learned: bool = True,
     sharded: bool = False,
 ) -> None:
-    """The gradient of one step on two ranks, beside that of one process with all rows."""
+    """Compares the gradient of one step on two ranks with that of one process that has all rows."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
@@ -153,6 +155,7 @@ def train(
 
 
 def compare(found: Any, expected: Any) -> None:
+    """Raises `Symptom` if the gradient has another norm or direction than expected."""
     import torch
 
     if found is None:
@@ -164,13 +167,13 @@ def compare(found: Any, expected: Any) -> None:
 
 
 DIFFERS = symptom(r"gradient of the batch of all ranks: \d\.\d\d times the norm, cosine 0\.\d\d$")
-LOST = "all_gather: the rank's rows are compared with rows of the other ranks, which get no gradient from it"
-SHARE = "the rank's own part is put back, and the loss is that of all rows: each rank has its share, DDP averages"
+LOST = "all_gather records no graph, so this rank's loss gives the rows of the other ranks no gradient"
+SHARE = "this rank's rows are put back, but DDP averages the ranks' shares of the gradient, which should be added"
 HALF = symptom(r"gradient of the batch of all ranks: 0\.50 times the norm, cosine 1\.00$")
 TWICE = symptom(r"gradient of the batch of all ranks: 2\.00 times the norm, cosine 1\.00$")
 NOTHING = symptom(r"gradient of the batch of all ranks: 0\.00 times the norm, cosine 0\.00$")
 ROWS_OF_ALL = "of all rows"
-BY_TORCH = "torch.distributed.nn.all_gather"
+BY_TORCH = "torch.distributed.nn.all_gather records a graph, and its backward sums a row's gradients over all ranks"
 
 
 def pair(name: str, control: Any, treatment: Any, because: str, fix: str, expect: Any = DIFFERS) -> Experiment:
@@ -189,7 +192,7 @@ gloo = pair(
     partial(train, way="plain"),
     partial(train, way="torch.distributed.nn"),
     LOST,
-    "torch.distributed.nn.all_gather, whose backward sends each rank the sum of the gradients of its rows",
+    BY_TORCH,
 )
 
 probe = Probe(
@@ -200,14 +203,14 @@ probe = Probe(
             partial(train, way="plain"),
             partial(train, way="own function"),
             LOST,
-            "a function of one's own, with all_reduce in its backward",
+            "a custom autograd function all-reduces the gradient in its backward",
         ),
         pair(
             "own-chunk",
             partial(train, way="own function without all_reduce", loss=ROWS_OF_ALL),
             partial(train, way="own function", loss=ROWS_OF_ALL),
-            "the backward returns the rank's chunk of its own gradient",
-            "the same with all_reduce before",
+            "the backward returns this rank's chunk of a gradient that is not summed over the ranks",
+            "the backward all-reduces the gradient before it returns this rank's chunk",
             HALF,
         ),
         pair(
@@ -215,14 +218,14 @@ probe = Probe(
             partial(train, way="own part", loss=ROWS_OF_ALL),
             partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL),
             SHARE,
-            f"{BY_TORCH}: the backward adds the shares of the ranks, DDP averages the sum",
+            BY_TORCH,
             HALF,
         ),
         pair(
             "sharded",
             partial(train, way="own part", loss=ROWS_OF_ALL, sharded=True),
             partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL, sharded=True),
-            "the same under FSDP, which averages as well",
+            "this rank's rows are put back, but FSDP averages the ranks' shares of the gradient, which should be added",
             BY_TORCH,
             HALF,
         ),
@@ -230,7 +233,7 @@ probe = Probe(
             "loss-times-ranks",
             partial(train, way="own part", loss=ROWS_OF_ALL, multiplied=True),
             partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL),
-            "the loss is multiplied: the encoders are right, and the temperature has N times its gradient",
+            "multiplying the loss by the number of ranks corrects the encoders, but not the temperature",
             BY_TORCH,
             TWICE,
         ),
@@ -238,14 +241,14 @@ probe = Probe(
             "own-part-of-local-loss",
             partial(train, way="own part"),
             partial(train, way="torch.distributed.nn"),
-            "the rank's own part is put back, but the loss is that of the rank's rows",
+            "this rank's rows are put back, but its loss still gives the rows of the other ranks no gradient",
             BY_TORCH,
         ),
         pair(
             "requires-grad",
             partial(train, way="requires_grad", loss=ROWS_OF_ALL, learned=False),
             partial(train, way="torch.distributed.nn", loss=ROWS_OF_ALL, learned=False),
-            "requires_grad_() on what was gathered: it gets the gradient, and the model none",
+            "requires_grad_() on the gathered tensor gives it the gradient, and the model gets none",
             BY_TORCH,
             NOTHING,
         ),

@@ -120,7 +120,7 @@ def start(
 
 
 def reduce_over_network(ctx: Context) -> None:
-    """An all-reduce over the network that NCCL_NET names, which is all in which the arms differ."""
+    """An all-reduce over the network that NCCL_NET names; the arms differ only in that variable."""
     import torch
 
     ctx.reached()
@@ -193,7 +193,7 @@ def accepts_value(asked: str, release: Tuple[int, ...]) -> bool:
 def contradictions(
     opened: Opened, asked_for: Tuple[str, str], release: Tuple[int, ...], cards: List[str], nodes: Optional[List[Path]]
 ) -> Iterator[Tuple[str, str]]:
-    """Reasons why NCCL will not use the plugin that it opens, each with an advice.
+    """Reasons why NCCL will not use the plugin that it opens, each with what to do.
 
     `asked_for` holds NCCL_NET and FI_PROVIDER. `nodes` holds the device nodes of EFA's RDMA devices that this process
     can open, and is None if there are no devices.

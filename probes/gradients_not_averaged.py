@@ -98,7 +98,7 @@ def forward(ctx: Context, *, way: str, sharded: bool = False) -> None:
 
 
 def change(ctx: Context, *, what: str, when: str) -> None:
-    """The model changes before it is wrapped, after it is wrapped, or after that with a second wrapping."""
+    """The model changes before DDP wraps it, or after that, and then DDP may wrap it again."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch, _ = start(ctx)

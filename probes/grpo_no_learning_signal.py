@@ -1,4 +1,4 @@
-"""Every reward of a group is equal, so that GRPO has no advantage: no gradient, and no weight changes."""
+"""All rewards of a group are equal, so GRPO computes no advantage and no gradient, and no weight changes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def learn(
     beta: float = 0.0,
     learning_rate: float = 0.2,
 ) -> None:
-    """GRPO without a library: a policy answers with a number, one update for each batch of groups of eight."""
+    """GRPO without a library: a policy answers with a number, and each update uses a group of eight per prompt."""
     import torch
 
     torch.manual_seed(0)
-    policy = torch.nn.Linear(2, ANSWERS, device=ctx.device)  # prompt 0 is known, prompt 1 is not
+    policy = torch.nn.Linear(2, ANSWERS, device=ctx.device)  # the policy knows the answer to prompt 0, not to prompt 1
     with torch.no_grad():
         policy.weight.zero_()
         policy.weight[3, 0] = 50.0
@@ -62,7 +62,7 @@ def learn(
         rewards = _score(answers, reward)
         advantages = (rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)
         chosen = logps.gather(1, answers)
-        ratio = torch.exp(chosen - chosen.detach())  # 1: the weights are those that made the answers
+        ratio = torch.exp(chosen - chosen.detach())  # 1, because the same weights generated the answers
         log_ratio = reference.gather(1, answers) - chosen
         loss = (-ratio * advantages + beta * (log_ratio.exp() - log_ratio - 1)).mean()
         optimizer.zero_grad()
@@ -73,18 +73,19 @@ def learn(
         optimizer.step()
     changed = sum(not torch.equal(old, new) for old, new in zip(before, policy.parameters()))
     _judge_run(losses, norms, changed, len(before))
-    assert beta or max(map(abs, losses)) < 1e-5, losses  # the value says nothing, with a gradient as without
+    assert beta or max(map(abs, losses)) < 1e-5, losses  # the loss is 0 with a gradient as well
     assert sum(means[-5:]) / 5 > means[0] + 0.05, means
 
 
 def _score(answers: Any, reward: str) -> Any:
-    """Equal for all, or the nearer to 3 the better."""
-    if reward == "exact":  # a pattern that no answer has
+    """0 for every answer, or a reward that grows towards answer 3."""
+    if reward == "exact":  # no answer matches
         return (answers == ANSWERS).float()
     return 1 - (answers - 3).abs().float() / ANSWERS
 
 
 def _judge_run(losses: List[float], norms: List[float], changed: int, tensors: int) -> None:
+    """Raises `Symptom` if no step had a gradient."""
     if max(norms) == 0:
         numbers = (losses[-1], len(norms), len(norms), changed, tensors)
         raise Symptom("grad_norm 0.0 and loss %.1f in %d of %d steps, %d of %d tensors changed" % numbers)
@@ -92,7 +93,7 @@ def _judge_run(losses: List[float], norms: List[float], changed: int, tensors: i
 
 
 def count_groups(ctx: Context, *, group: int) -> None:
-    """One answer of eight is right: how many groups have both right and wrong ones?"""
+    """One answer in eight is right: how many groups have only right or only wrong answers?"""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -111,27 +112,18 @@ def score(completions: List[str], *, way: str, **_: Any) -> List[float]:
 
 
 def train(ctx: Context, *, reward: str = "graded", minimum: Optional[int] = None, **options: Any) -> None:
-    """The GRPOTrainer of TRL, three steps of one group of eight with a model of 16 words that is made here."""
+    """TRL's GRPOTrainer makes three steps with one group of eight and a model of 16 words."""
     import torch
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # one process, without a launcher
         os.environ.pop(variable, None)
-    hf: Any = importlib.import_module("transformers")
-    tk: Any = importlib.import_module("tokenizers")
     trl: Any = importlib.import_module("trl")
     rows = importlib.import_module("datasets").Dataset.from_dict({"prompt": ["a b c"] * 8})
-    words = {word: number for number, word in enumerate(["</s>", "<pad>", *"abcdefghijklmn"])}
-    plain = tk.Tokenizer(tk.models.WordLevel(words, unk_token="a"))
-    plain.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
-    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="<pad>", unk_token="a")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    ids = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, **ids, **sizes))
+    model, tokenizer = model_of_16()
     steps = {"max_steps": 3, "logging_steps": 1, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
     batch = {"per_device_train_batch_size": 8, "num_generations": 8, "max_completion_length": 6}
     quiet = {"use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    words_only = {"generation_kwargs": {"suppress_tokens": [1], "min_new_tokens": minimum}}  # padding is no answer
+    words_only = {"generation_kwargs": {"suppress_tokens": [1], "min_new_tokens": minimum}}  # never generates padding
     args = trl.GRPOConfig(output_dir=ctx.path("out"), **{**steps, **batch, **quiet, **words_only, **options})
     before = [p.detach().clone() for p in model.parameters()]
     judge = wraps(score)(partial(score, way=reward))
@@ -153,14 +145,30 @@ def train(ctx: Context, *, reward: str = "graded", minimum: Optional[int] = None
     assert any(log["reward_std"] > 0 and log["frac_reward_zero_std"] == 0 for log in logs), logs
 
 
+def model_of_16() -> Tuple[Any, Any]:
+    """A tiny Llama with 16 words, and its tokenizer."""
+    import torch
+
+    hf: Any = importlib.import_module("transformers")
+    tk: Any = importlib.import_module("tokenizers")
+    words = {word: number for number, word in enumerate(["</s>", "<pad>", *"abcdefghijklmn"])}
+    plain = tk.Tokenizer(tk.models.WordLevel(words, unk_token="a"))
+    plain.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="<pad>", unk_token="a")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"eos_token_id": 0, "pad_token_id": 1, "bos_token_id": None}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=16, **ids, **sizes)), tokenizer
+
+
 def check(params: Mapping[str, Any]) -> Finding:
-    """What does the log of a run with TRL or ms-swift say: a loss without meaning, or no signal?"""
+    """Does the log of a TRL or ms-swift run show equal rewards and no gradient, or a gradient despite a loss of 0?"""
     path = params["state"]
     if path is None:
-        return unknown("no log was named", advice="--set state=output/checkpoint-50/trainer_state.json")
+        return unknown("no trainer_state.json was given", advice="--set state=output/checkpoint-50/trainer_state.json")
     try:
         if not path.is_file() or path.stat().st_size > 64 << 20:
-            return unknown("%s is not a file, or larger than 64 MiB" % path)
+            return unknown("%s is not a file, or is larger than 64 MiB" % path)
         logs = json.loads(path.read_text(encoding="utf-8"))["log_history"]
         steps = [log for log in logs if "grad_norm" in log and "reward" in log]
         norms = [float(log["grad_norm"]) for log in steps]
@@ -169,34 +177,35 @@ def check(params: Mapping[str, Any]) -> Finding:
         cut = [float(log.get("completions/clipped_ratio") or 0) for log in steps]
         extra = any(float(log.get(key) or 0) != 0 for log in steps for key in ("kl", "entropy_coef"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        return unknown("%s is no trainer_state.json: %s" % (path, type(error).__name__))
+        return unknown("%s is not a valid trainer_state.json: %s" % (path, type(error).__name__))
     if not all(map(math.isfinite, norms)):
-        return unknown("grad_norm is not finite in every step", advice="nan-loss")
+        return unknown("grad_norm is not finite in every step", advice="see `kb show nan-loss`")
     if min(norms, default=0) < 0 or not all(0 <= share <= 1 for share in shares):
         return unknown("the log has a negative grad_norm, or a frac_reward_zero_std outside 0 to 1")
     if len(steps) < 5:
-        return unknown("%d logged steps of GRPO with a grad_norm, at least five are needed" % len(steps))
-    still = sum(norm == 0 for norm in norms)
-    line = "%d of %d logged steps have grad_norm 0" % (still, len(steps))
+        return unknown("the log has %d GRPO steps with a grad_norm, but kb needs at least five" % len(steps))
+    without_gradient = sum(norm == 0 for norm in norms)
+    line = "%d of %d logged steps have grad_norm 0" % (without_gradient, len(steps))
     equal = len(spread) == len(steps) and max(spread) == 0
     if equal or (len(shares) == len(steps) and min(shares) == 1):
-        kind = "and any gradient comes from KL or entropy" if still < len(steps) else "in every step"
-        return exposed(line, "every group has equal rewards, " + kind, advice="print completions and rewards")
-    if still == len(steps):
-        reason = "completions were cut in %.0f%%: masked?" % (100 * sum(cut) / len(cut))
-        return unknown(line, "rewards differ", reason, advice="mask_truncated_completions, or nothing-trainable")
+        kl = ", and any gradient comes from KL or entropy" if without_gradient < len(steps) else " in every step"
+        return exposed(line, "every group has equal rewards" + kl, advice="print completions and rewards")
+    if without_gradient == len(steps):
+        truncated = "%.0f%% of the completions were truncated and may be masked" % (100 * sum(cut) / len(cut))
+        advice = "check mask_truncated_completions, and see `kb show nothing-trainable`"
+        return unknown(line, "the rewards differ", truncated, advice=advice)
     if len(shares) < len(steps):
-        return unknown(line, "frac_reward_zero_std is not in every step: the share of equal groups is not known")
+        return unknown(line, "not every step logs frac_reward_zero_std, so kb does not know the share of equal groups")
     late = shares[-max(5, len(shares) // 5) :]
     mean, end = sum(shares) / len(shares), sum(late) / len(late)
-    line += ", frac_reward_zero_std is %.2f on average, %.2f at the end" % (mean, end)
-    if still or max(mean, end) > 0.5:
+    line += ", frac_reward_zero_std is %.2f on average and %.2f at the end" % (mean, end)
+    if without_gradient or max(mean, end) > 0.5:
         return unknown(line, "many groups give no gradient")
     if max(norms) < 0.01:
-        return unknown(line, "the gradient is below 0.01: a small reward scale, or rounding")
-    if extra and all(share in (0, 1) for share in shares):  # also how TRL logs a deviation of the whole batch
-        return unknown(line, "the gradient may be of the rewards, or of KL and entropy only")
-    return clear(line, "there is a gradient; a loss of 0 means nothing")
+        return unknown(line, "grad_norm is always below 0.01, because the rewards are small, or by rounding")
+    if extra and all(share in (0, 1) for share in shares):  # TRL also logs 0 or 1 for the deviation of a whole batch
+        return unknown(line, "the gradient may come from the rewards, or only from KL and entropy")
+    return clear(line, "the rewards give a gradient; a loss of 0 is normal in GRPO")
 
 
 STILL = symptom(r"grad_norm 0\.0 and loss -?0\.0 in \d+ of \d+ steps, 0 of \d+ tensors changed")
@@ -225,24 +234,65 @@ def pair(
     )
 
 
-EQUAL, GRADED = "the reward asks for a pattern that no answer has: 0 for all", "the reward is graded"
+EQUAL = "the reward asks for a pattern that no answer matches, so every answer gets 0"
+GRADED = "the reward is graded, so the answers of a group get different rewards"
 REWARD = {"reward": ("exact", "graded")}
 LENGTH = {"max_completion_length": (6, 48)}
 CUT: Dict[str, Any] = {"mask_truncated_completions": True, "minimum": 6}
 
 probe = Probe(
     check=check,
-    params={"state": Param("path", "trainer_state.json of a GRPO run, in its last checkpoint")},
+    params={"state": Param("path", "trainer_state.json in the last checkpoint of a GRPO run")},
     experiments=(pair("reward", learn, REWARD, EQUAL, GRADED),),
     variants=(
-        pair("solved", learn, {"prompts": ("solved", "mixed")}, "all are solved", "one is not yet"),
-        pair("greedy", learn, {"temperature": (0.0, 1.0)}, "eight equal answers", "they are sampled"),
-        pair("group", count_groups, {"group": (2, 16)}, "two answers each", "16 answers each", FEW),
-        pair("rate", learn, REWARD, EQUAL + "; a rate of 5", GRADED, learning_rate=5.0),
-        pair("beta", learn, REWARD, EQUAL + "; with KL", GRADED, beta=0.04),
+        pair(
+            "solved",
+            learn,
+            {"prompts": ("solved", "mixed")},
+            "the policy has already solved every prompt, so all answers get the same reward",
+            "the policy has not solved one of the prompts yet",
+        ),
+        pair(
+            "greedy",
+            learn,
+            {"temperature": (0.0, 1.0)},
+            "at temperature 0 all eight answers of a group are equal, and so are their rewards",
+            "at temperature 1 the answers of a group differ",
+        ),
+        pair(
+            "group",
+            count_groups,
+            {"group": (2, 16)},
+            "in most groups of two answers both rewards are equal, because only one answer in eight is right",
+            "most groups of 16 answers contain right and wrong answers",
+            FEW,
+        ),
+        pair("rate", learn, REWARD, EQUAL + ", and a learning rate of 5 does not help", GRADED, learning_rate=5.0),
+        pair("beta", learn, REWARD, EQUAL + ", and a KL term does not help", GRADED, beta=0.04),
         pair("trl", train, REWARD, EQUAL, GRADED),
-        pair("truncated", train, LENGTH, "all are cut and masked", "most end before", **CUT),
-        pair("value", train, {"loss_type": ("grpo", "dapo")}, "mean over answers", "mean over tokens", VALUE),
-        pair("rounding", train, {"reward": ("same", "graded")}, "0.7 for all", GRADED, NOISE),
+        pair(
+            "truncated",
+            train,
+            LENGTH,
+            "all completions reach the maximum length, and mask_truncated_completions masks them",
+            "most completions end before the maximum length",
+            **CUT,
+        ),
+        pair(
+            "value",
+            train,
+            {"loss_type": ("grpo", "dapo")},
+            "loss_type=grpo averages over answers, so the loss is 0 although the model trains",
+            "loss_type=dapo averages over tokens, so the loss is not 0",
+            VALUE,
+        ),
+        pair(
+            "rounding",
+            train,
+            {"reward": ("same", "graded")},
+            "every reward is 0.7, but rounding hides that from frac_reward_zero_std, and noise trains the model",
+            GRADED,
+            NOISE,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""A script that wants a process per GPU is one process: nobody has set its rank, and nobody starts the others."""
+"""A script written for one process per GPU starts without a launcher: it has no rank, and nothing starts the others."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from kb.probe import (
 )
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# The ranks would look for the host by its name, which not every container can resolve. The last two options fork them
-# from this process, which has imported torch.
+# --local-addr, because not every container can resolve its host's name. The options in FORKED fork the ranks from this
+# process, which has already imported torch.
 TORCHRUN = ("--standalone", "--local-addr=localhost", "--nproc-per-node=2", "--monitor-interval=0.1")
 FORKED = ("--run-path", "--start-method=fork")
 ALONE = dict(zip(VARIABLES, ("0", "1", "0", "127.0.0.1", "0")))
@@ -62,7 +62,7 @@ dist.init_process_group("gloo")
 processes = dist.get_world_size()
 """
 
-# A rank that exits first would break the connections of one that is still at work.
+# Each rank waits for the other one, whose connections would break if this rank exited first.
 TOGETHER = """
 import glob, os, time
 
@@ -74,7 +74,7 @@ while len(glob.glob("trained-*")) < processes:
 
 
 def start(ctx: Context, *, script: str, launched: bool) -> None:
-    """What `python train.py` or `torchrun --standalone --nproc-per-node 2 train.py` runs, in this process."""
+    """Runs `python train.py`, or `torchrun --standalone --nproc-per-node 2 train.py`, in this process."""
     path = Path(ctx.path("train.py"))
     path.write_text(script + TOGETHER)
     forget_launcher()
@@ -85,7 +85,7 @@ def start(ctx: Context, *, script: str, launched: bool) -> None:
         run_path(str(path), run_name="__main__")
     processes = [note.read_text() for note in path.parent.glob("trained-*")]
     if processes != ["2", "2"]:
-        raise Symptom(f"2 processes are wanted, and those that trained counted {processes}")
+        raise Symptom(f"2 processes were expected, but those that trained counted {processes}")
 
 
 def forget_launcher() -> None:
@@ -94,7 +94,7 @@ def forget_launcher() -> None:
 
 
 def start_alone(ctx: Context, *, filled_in: bool) -> None:
-    """A script that nobody has launched."""
+    """A script that starts without a launcher, and fills in the missing variables or does not."""
     import torch.distributed as dist
 
     forget_launcher()
@@ -111,13 +111,13 @@ def start_alone(ctx: Context, *, filled_in: bool) -> None:
 
 
 def start_by_hand(ctx: Context, *, respected: bool) -> None:
-    """torchrun, and a script that brings a rank and a world size of its own."""
+    """torchrun starts a script that sets its own rank and world size, always or only where they are missing."""
     value = "os.environ.setdefault(name, value)" if respected else "os.environ[name] = value"
     start(ctx, script=BY_HAND % value, launched=True)
 
 
 def sample(ctx: Context, *, group_first: bool) -> None:
-    """The sampler asks the group for the number of ranks as soon as it is made."""
+    """The sampler asks the process group for the number of ranks as soon as it is created."""
     from torch.utils.data.distributed import DistributedSampler
 
     dataset = list(range(6))
@@ -131,7 +131,7 @@ def sample(ctx: Context, *, group_first: bool) -> None:
 
 
 def save(ctx: Context, *, guarded: bool) -> None:
-    """One process, no group; the code was written for several."""
+    """One process without a group runs code with a barrier, which was written for several processes."""
     import torch.distributed as dist
 
     ctx.reached()
@@ -143,7 +143,7 @@ def save(ctx: Context, *, guarded: bool) -> None:
 
 
 def finish(ctx: Context, *, destroyed_last: bool) -> None:
-    """The end of the job: a last barrier, and the group is destroyed."""
+    """At the end of the job, a last barrier comes before or after the group is destroyed."""
     dist = ctx.init_process_group(timeout_s=10)
     steps = [dist.barrier, dist.destroy_process_group]
     ctx.reached()
@@ -152,13 +152,13 @@ def finish(ctx: Context, *, destroyed_last: bool) -> None:
 
 
 def start_deepspeed(ctx: Context, *, launched: bool) -> None:
-    """DeepSpeed looks for MPI where the variables of a launcher are missing."""
+    """DeepSpeed looks for MPI if the variables of a launcher are missing."""
     from importlib.util import find_spec
 
     from kb.cpu_arms import import_deepspeed
 
     if find_spec("mpi4py"):
-        raise Unavailable("mpi4py is installed here")
+        raise Unavailable("mpi4py is installed, so DeepSpeed would use MPI")
     comm = import_deepspeed().comm
     forget_launcher()
     ctx.reached()
@@ -168,9 +168,9 @@ def start_deepspeed(ctx: Context, *, launched: bool) -> None:
     assert comm.get_world_size() == 1
 
 
-# --- the check: left-over variables in this shell, and a script that plain `python` cannot start -------------------
+# --- the check: variables in this shell, and a script that plain `python` cannot start -----------------------------
 
-OTHERWISE = re.compile(
+OTHER_START = re.compile(  # signs that the script starts its ranks, or sets the variables, in another way
     r"\b(spawn|Process|Popen|notebook_launcher|start_processes|elastic_launch|putenv|load_dotenv|submitit)\b"
     r"|\b(environ\.get|getenv)\( *['\"](RANK|WORLD_SIZE)\b"
     r"|\b(subprocess|os)\.(run|call|check_call|check_output|system|exec\w+)\b"
@@ -181,58 +181,67 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-    missing = [name for name in VARIABLES if name not in found and name != "LOCAL_RANK"]
-    evidence = "set here: " + (", ".join(map("=".join, found.items())) or "none of " + ", ".join(VARIABLES))
+    """Does this shell lack variables that the script's init_process_group reads?"""
+    present = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    missing = [name for name in VARIABLES if name not in present and name != "LOCAL_RANK"]
+    evidence = "set here: " + (", ".join(map("=".join, present.items())) or "none of " + ", ".join(VARIABLES))
     code = params["code"]
     if not missing:
-        whose = "of a launcher, of the platform, or left over: which, and whether the other ranks run, cannot be seen"
-        return unknown(evidence, whose, advice="one process without them: ( unset %s; ... )" % " ".join(found))
+        origin = "kb cannot see whether a launcher or the platform set them or they are left over, nor the other ranks"
+        return unknown(
+            evidence, origin, advice="to run one process without them: ( unset %s; ... )" % " ".join(present)
+        )
     if code is None:
-        return unknown(evidence, "no code was given to read", advice="--set code=train.py")
+        return unknown(evidence, "no code was given", advice="--set code=train.py")
     try:
         text = code.read_text("utf-8")
         body = ast.parse(text).body
-        functions = {one.name: one for one in body if isinstance(one, ast.FunctionDef) and is_plain(one)}
-        calls = list(filter(from_environment, certain(body, functions)))
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef) and is_plain(node)}
+        calls = list(filter(from_environment, certain_calls(body, functions)))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return unknown(evidence, f"{code} cannot be read: {type(error).__name__}")
-    if not calls or OTHERWISE.search(text) or not re.search(r"\btorch\b.*\bdistributed\b", text):
-        return unknown(evidence, f"{code}: whether a launcher has to start it cannot be seen")
-    where = f"{code}:{calls[0].lineno}: init_process_group takes {missing[0]} from the environment"
-    return exposed(evidence, where, advice=f"not python, but torchrun --standalone --nproc-per-node N {code.name}")
+        return unknown(evidence, f"kb cannot read {code}: {type(error).__name__}")
+    if not calls or OTHER_START.search(text) or not re.search(r"\btorch\b.*\bdistributed\b", text):
+        return unknown(evidence, f"kb cannot see whether {code} needs a launcher")
+    where = f"{code}:{calls[0].lineno}: init_process_group reads {missing[0]} from the environment"
+    return exposed(evidence, where, advice=f"start it with torchrun --standalone --nproc-per-node N {code.name}")
 
 
-def certain(body: List[ast.stmt], functions: Dict[str, ast.FunctionDef]) -> Iterator[ast.Call]:
-    """The calls that surely run: not those behind `if args.distributed:`, a loop, or a function that nobody calls."""
+def certain_calls(body: List[ast.stmt], functions: Dict[str, ast.FunctionDef]) -> Iterator[ast.Call]:
+    """The calls that certainly run.
+
+    Leaves out those in an `if args.distributed:`, in a loop, or in a function that may not be called.
+    """
     for statement in body:
         nodes = list(ast.walk(statement))
         if isinstance(statement, (ast.Expr, ast.Assign)) and not any(isinstance(node, UNSURE) for node in nodes):
             for call in (node for node in nodes if isinstance(node, ast.Call)):
                 yield call
                 called = functions.pop(ast.unparse(call.func), None)
-                yield from certain(called.body if called else [], functions)
+                yield from certain_calls(called.body if called else [], functions)
         elif isinstance(statement, ast.If) and re.search("__name__|is_initialized", ast.unparse(statement.test)):
-            yield from certain(statement.body, functions)
+            yield from certain_calls(statement.body, functions)
         elif not isinstance(statement, DEFINITIONS) and any(map(may_leave, nodes)):
             return
 
 
 def is_plain(function: ast.FunctionDef) -> bool:
-    """Whether a call of it runs its body here: a decorator may start processes, or run it elsewhere."""
-    return all(re.search(r"\b(record|hydra\.main)\b", ast.unparse(one)) for one in function.decorator_list)
+    """Does a call run the function's body in this process? A decorator may start processes, or run it elsewhere."""
+    decorators = [ast.unparse(decorator) for decorator in function.decorator_list]
+    return all(re.search(r"\b(record|hydra\.main)\b", decorator) for decorator in decorators)
 
 
 def may_leave(node: ast.AST) -> bool:
+    """May the statements after this one not run?"""
     return isinstance(node, (ast.Return, ast.Raise)) or (
         isinstance(node, ast.Call) and "exit" in ast.unparse(node.func)
     )
 
 
 def from_environment(call: ast.Call) -> bool:
-    named = {keyword.arg for keyword in call.keywords} <= {"backend", "timeout", "device_id"}
-    plain = len(call.args) < 2 and not any(isinstance(argument, ast.Starred) for argument in call.args)
-    return ast.unparse(call.func).split(".")[-1] == "init_process_group" and plain and named
+    """Is this an init_process_group that reads rank and world size from the environment?"""
+    keywords_allowed = {keyword.arg for keyword in call.keywords} <= {"backend", "timeout", "device_id"}
+    only_backend = len(call.args) < 2 and not any(isinstance(argument, ast.Starred) for argument in call.args)
+    return ast.unparse(call.func).split(".")[-1] == "init_process_group" and only_backend and keywords_allowed
 
 
 RANK_MISSING = r"environment variable RANK expected, but not set"
@@ -242,6 +251,7 @@ NO_GROUP = raised(r"Default process group has not been initialized, please make 
 def pair(
     name: str, job: Callable[..., None], keyword: str, expect: Expect, because: str, fix: str, **changes: Any
 ) -> Experiment:
+    """`keyword` is False in the control and True in the treatment."""
     packages = {"torch": ">=2.1", **({name: ""} if name in ("accelerate", "deepspeed") else {})}
     return Experiment(
         name=name,
@@ -251,9 +261,9 @@ def pair(
     )
 
 
-ONE, TWO = "python starts one process, without a rank", "torchrun starts two, each with its rank"
+ONE, TWO = "python starts one process without a rank", "torchrun starts two processes, each with its rank"
 LAUNCHER = pair("launcher", partial(start, script=TRAIN), "launched", raised(RANK_MISSING), ONE, TWO)
-SHARED = Needs(packages={"torch": ">=2.5"})  # before, each rank 0 wants to host a store of its own
+SHARED = Needs(packages={"torch": ">=2.5"})  # before 2.5, each process with rank 0 tries to host its own store
 EACH_ALONE = symptom(r"those that trained counted \['1', '1'\]")
 ONE_ONLY = symptom(r"those that trained counted \['1'\]")
 
@@ -262,20 +272,64 @@ probe = Probe(
     params={"code": Param("path", "your training script")},
     experiments=(LAUNCHER,),
     variants=(
-        pair("one-process", start_alone, "filled_in", raised(RANK_MISSING), ONE, "the script fills in what is missing"),
+        pair(
+            "one-process",
+            start_alone,
+            "filled_in",
+            raised(RANK_MISSING),
+            ONE,
+            "the script sets the variables that are missing",
+        ),
         pair(
             "by-hand",
             start_by_hand,
             "respected",
             EACH_ALONE,
-            f"{TWO}, and overwrites it",
-            "which it respects",
+            "torchrun starts two processes, and the script overwrites the rank and world size of each",
+            "torchrun starts two processes, and the script keeps the rank and world size of each",
             needs=SHARED,
         ),
-        pair("order", sample, "group_first", NO_GROUP, "the sampler is made before the group", "after", world_size=2),
-        pair("guard", save, "guarded", NO_GROUP, "a barrier without a group", "a barrier only where there is a group"),
-        pair("destroyed", finish, "destroyed_last", NO_GROUP, "a barrier after the group", "before", world_size=2),
-        pair("accelerate", partial(start, script=COUNT), "launched", ONE_ONLY, f"{ONE}; accelerate accepts that", TWO),
-        pair("deepspeed", start_deepspeed, "launched", raised("No module named .mpi4py"), ONE, "the variables are set"),
+        pair(
+            "order",
+            sample,
+            "group_first",
+            NO_GROUP,
+            "the script creates the sampler before the process group",
+            "the script creates the sampler after the process group",
+            world_size=2,
+        ),
+        pair(
+            "guard",
+            save,
+            "guarded",
+            NO_GROUP,
+            "the script calls a barrier without a process group",
+            "the script calls the barrier only if there is a process group",
+        ),
+        pair(
+            "destroyed",
+            finish,
+            "destroyed_last",
+            NO_GROUP,
+            "the script calls a barrier after it has destroyed the process group",
+            "the script calls the barrier before it destroys the process group",
+            world_size=2,
+        ),
+        pair(
+            "accelerate",
+            partial(start, script=COUNT),
+            "launched",
+            ONE_ONLY,
+            f"{ONE}, and accelerate trains with one process without an error",
+            TWO,
+        ),
+        pair(
+            "deepspeed",
+            start_deepspeed,
+            "launched",
+            raised("No module named .mpi4py"),
+            f"{ONE}, so DeepSpeed looks for MPI, which is not installed",
+            "the variables of a launcher are set",
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""The optimizer of a resumed job is made over other parameters, or other groups, than the one that was saved."""
+"""A resumed job creates its optimizer over other parameters, or other groups, than those of the saved optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUMBER = raised(r"loaded state dict has a different number of parameter groups")
 
 
 def network(ctx: Context) -> Any:
-    """A backbone and a head of the same shape, the same numbers in each arm."""
+    """A backbone and a head of the same shape, with the same weights in each arm."""
     import torch
 
     torch.manual_seed(0)
@@ -54,13 +54,13 @@ def train(model: Any, optimizer: Any) -> None:
 
 
 def moments(model: Any, optimizer: Any) -> Dict[str, Any]:
-    """Adam's first moments by the parameter's name."""
+    """Adam's first moments by parameter name."""
     state = optimizer.state
     return {name: state[p]["exp_avg"].clone() for name, p in model.named_parameters() if p in state}
 
 
 def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple[Dict[str, Any], Dict[str, Any]]:
-    """The checkpoint of a run with such an optimizer, and the moments that it holds."""
+    """The checkpoint of a run whose optimizer has these groups, and the moments in it."""
     import torch
 
     model = network(ctx)
@@ -68,7 +68,8 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
         freeze_backbone(model)
     optimizer = torch.optim.AdamW(groups(model))
     scheduler = make_scheduler(optimizer)
-    model.head.weight.requires_grad_(False)  # its first gradient is late, so the state is in another order
+    # this weight gets its first gradient last, so the state is not in the order of the parameters
+    model.head.weight.requires_grad_(False)
     train(model, optimizer)
     model.head.weight.requires_grad_(True)
     train(model, optimizer)
@@ -78,7 +79,7 @@ def saved_run(ctx: Context, groups: Callable[[Any], Any], frozen: bool) -> Tuple
     return checkpoint, moments(model, optimizer)
 
 
-def must_be(found: Dict[str, Any], expected: Dict[str, Any]) -> None:
+def judge_moments(found: Dict[str, Any], expected: Dict[str, Any]) -> None:
     import torch
 
     wrong = [name for name, value in expected.items() if name not in found or not torch.equal(found[name], value)]
@@ -87,7 +88,7 @@ def must_be(found: Dict[str, Any], expected: Dict[str, Any]) -> None:
 
 
 def resume(ctx: Context, *, frozen_first: bool) -> None:
-    """The run froze its backbone before it made the optimizer; the resumed job does so, too, or too late."""
+    """The saved run froze its backbone before it created the optimizer; the resumed job does so too, or does not."""
     import torch
 
     checkpoint, expected = saved_run(ctx, trainable, frozen=True)
@@ -98,12 +99,12 @@ def resume(ctx: Context, *, frozen_first: bool) -> None:
         freeze_backbone(model)
     optimizer = torch.optim.AdamW(trainable(model))
     optimizer.load_state_dict(checkpoint["optimizer"])
-    must_be(moments(model, optimizer), expected)
+    judge_moments(moments(model, optimizer), expected)
     train(model, optimizer)
 
 
 def resume_groups(ctx: Context, *, same: bool) -> None:
-    """The run had groups with and without weight decay."""
+    """The saved run had one group with weight decay and one without; the resumed job has the same, or only one."""
     import torch
 
     checkpoint, expected = saved_run(ctx, decay_groups, frozen=False)
@@ -112,19 +113,19 @@ def resume_groups(ctx: Context, *, same: bool) -> None:
     ctx.reached()
     optimizer = torch.optim.AdamW(decay_groups(model) if same else trainable(model))
     optimizer.load_state_dict(checkpoint["optimizer"])
-    must_be(moments(model, optimizer), expected)
+    judge_moments(moments(model, optimizer), expected)
 
 
-def rates_must_be(optimizer: Any, steps: int) -> None:
-    """The rates of a run that was never interrupted, after so many steps of its scheduler."""
+def judge_rates(optimizer: Any, steps: int) -> None:
+    """Raises `Symptom` unless the rates are those of an uninterrupted run after so many steps of its scheduler."""
     rate = 0.001 * (0.1 + 0.9 * steps / 20)
     found = [group["lr"] for group in optimizer.param_groups]
     if any(abs(lr / rate - 1) > 1e-6 for lr in found):
         raise Symptom("the groups have %s of their learning rate, and no error" % [round(lr / rate, 1) for lr in found])
 
 
-def schedule(ctx: Context, *, first: bool) -> None:
-    """The same optimizer again; its scheduler is made before the optimizer's state is loaded, or after it."""
+def resume_scheduler(ctx: Context, *, first: bool) -> None:
+    """The optimizer is the same; its scheduler is created before the optimizer's state is loaded, or after that."""
     import torch
 
     checkpoint, _ = saved_run(ctx, trainable, frozen=False)
@@ -140,11 +141,11 @@ def schedule(ctx: Context, *, first: bool) -> None:
     scheduler.load_state_dict(checkpoint["scheduler"])
     train(model, optimizer)
     scheduler.step()
-    rates_must_be(optimizer, steps=2)
+    judge_rates(optimizer, steps=2)
 
 
-def order(ctx: Context, *, same: bool) -> None:
-    """As many parameters of the same shapes, in another order: nothing is checked, nothing fails."""
+def resume_order(ctx: Context, *, same: bool) -> None:
+    """The optimizer has as many parameters of the same shapes, in the same order or in another one."""
     import torch
 
     checkpoint, expected = saved_run(ctx, trainable, frozen=False)
@@ -154,11 +155,11 @@ def order(ctx: Context, *, same: bool) -> None:
     optimizer = torch.optim.AdamW(parameters if same else parameters[2:] + parameters[:2])
     ctx.reached()
     optimizer.load_state_dict(checkpoint["optimizer"])
-    must_be(moments(model, optimizer), expected)
+    judge_moments(moments(model, optimizer), expected)
 
 
-def trainer(ctx: Context, *, frozen_first: bool) -> None:
-    """transformers' Trainer, resumed from its own checkpoint."""
+def resume_trainer(ctx: Context, *, frozen_first: bool) -> None:
+    """transformers' Trainer resumes from its own checkpoint."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)  # one process, and no launcher
     import torch
@@ -172,7 +173,7 @@ def trainer(ctx: Context, *, frozen_first: bool) -> None:
         def forward(self, x: Any) -> Any:
             return {"loss": self.inner(x).square().mean()}
 
-    def job(steps: int, frozen: bool) -> Any:
+    def make_trainer(steps: int, frozen: bool) -> Any:
         model = Model()
         if frozen:
             freeze_backbone(model.inner)
@@ -186,8 +187,8 @@ def trainer(ctx: Context, *, frozen_first: bool) -> None:
         )
         return Trainer(model=model, args=arguments, train_dataset=[{"x": torch.ones(4)}] * 8)
 
-    job(2, frozen=True).train()
-    resumed = job(4, frozen=frozen_first)
+    make_trainer(2, frozen=True).train()
+    resumed = make_trainer(4, frozen=frozen_first)
     ctx.reached()
     resumed.train(resume_from_checkpoint=ctx.path("out/checkpoint-2"))
     assert resumed.state.global_step == 4
@@ -205,45 +206,44 @@ def pair(
     )
 
 
-FREEZES_LATE = "the saved run trained the head alone, the resumed job makes its optimizer over the backbone as well"
+FREEZES_LATE = "the saved run trained only the head, but the resumed job's optimizer also has the backbone"
+FREEZES_FIRST = "the resumed job freezes the backbone before it creates the optimizer, as the saved run did"
 SWAPPED = symptom(r"4 of 4 parameters have the moments of another, and no error")
 
 probe = Probe(
-    experiments=(
-        pair("frozen", resume, "frozen_first", SIZE, FREEZES_LATE, "it freezes the backbone first, as the run did"),
-    ),
+    experiments=(pair("frozen", resume, "frozen_first", SIZE, FREEZES_LATE, FREEZES_FIRST),),
     variants=(
         pair(
             "groups",
             resume_groups,
             "same",
             NUMBER,
-            "the saved run had two groups, with and without weight decay, the resumed job has one",
-            "it makes the same two",
+            "the saved run had a group with and a group without weight decay, but the resumed job has one group",
+            "the resumed job creates the same two groups as the saved run",
         ),
         pair(
             "scheduler",
-            schedule,
+            resume_scheduler,
             "first",
             symptom(r"the groups have \[0\.1\] of their learning rate, and no error"),
-            "the scheduler is made after the load, and sets the loaded rate back to its first factor",
-            "it is made before the load",
+            "the job creates the scheduler after the load, which sets the loaded rate back to that of the first step",
+            "the job creates the scheduler before it loads the optimizer's state",
         ),
         pair(
             "order",
-            order,
+            resume_order,
             "same",
             SWAPPED,
-            "as many parameters of the same shapes, in another order",
-            "in the same order",
+            "the optimizer has as many parameters of the same shapes, but in another order, and torch checks no more",
+            "the optimizer has its parameters in the same order as the saved one",
         ),
         pair(
             "trainer",
-            trainer,
+            resume_trainer,
             "frozen_first",
             SIZE,
-            "the Trainer resumes, and the backbone is not frozen as it was",
-            "it is frozen before the Trainer is made",
+            "the saved run froze the backbone, but the Trainer resumes without freezing it",
+            "the script freezes the backbone before it creates the Trainer",
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.41", "accelerate": ">=0.30"}),
             deadline_s=60.0,
             expected_s=(6.0, 6.0),

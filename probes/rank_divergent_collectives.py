@@ -293,7 +293,7 @@ def is_the_same_everywhere(test: ast.Compare) -> bool:
 
 
 def collectives(block: Sequence[ast.AST]) -> List[Call]:
-    """The collectives in a block, except those with a group (a keyword or the third argument), which not all join."""
+    """The collectives in a block, except those of a group (a keyword or the third argument) of only some ranks."""
     calls = [node for item in block for node in ast.walk(item) if isinstance(node, ast.Call)]
     calls = [call for call in calls if len(call.args) < 3 and "group" not in {word.arg for word in call.keywords}]
     named = [(call.lineno, ast.unparse(call.func).split(".")[-1]) for call in calls]

@@ -234,7 +234,8 @@ def rdma_ports() -> Dict[str, float]:
 def ethernet_links() -> Dict[str, float]:
     """Gbit/s of the links that are up.
 
-    Links without a `device` are software: a container's veth always reports 10 Gbit/s, a bridge or bond adds nothing.
+    Leaves out links without a `device`, which are software: a container's veth always reports 10 Gbit/s, and a bridge
+    or bond repeats the speed of other links.
     """
     links: Dict[str, float] = {}
     for link in sorted(Path("/sys/class/net").glob("*")):

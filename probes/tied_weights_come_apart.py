@@ -276,7 +276,7 @@ ONE = "embedding and head are one parameter, which gets both gradients, so the s
 LIBRARY: Mapping[str, Any] = {"job": train_llama, "world_size": 1, "deadline_s": 90, "expected_s": (5.0, 5.0)}
 
 
-def apart(
+def pair(
     name: str,
     prepare: Callable[..., Any],
     because: str,
@@ -285,6 +285,7 @@ def apart(
     expect: Expect = APART,
     **rest: Any,
 ) -> Experiment:
+    """`prepare` is called with retie=False in the control and retie=True in the treatment."""
     return Experiment(
         name=name,
         control=Arm(partial(job, prepare=partial(prepare, retie=False)), expect, because, "cpu"),
@@ -293,16 +294,14 @@ def apart(
     )
 
 
-gloo = apart(
-    "gloo", shard_from_meta, "moving the model to meta makes two parameters of the tied one", needs=FULLY_SHARD
-)
+gloo = pair("gloo", shard_from_meta, "moving the model to meta makes two parameters of the tied one", needs=FULLY_SHARD)
 
 probe = Probe(
     check=check,
     params={"checkpoint": Param("path", "one file of the model: model.safetensors or pytorch_model.bin")},
     experiments=(gloo.on_gpus(), gloo),
     variants=(
-        apart(
+        pair(
             "units",
             shard_units,
             "embedding and head are two FSDP units, which torch 2.13 rejects in the first forward",
@@ -310,10 +309,8 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.13"}),
             world_size=1,
         ),
-        apart("assign", load_clones, "assign=True replaces the tied weight by two tensors", world_size=1),
-        apart(
-            "omitted", load_without_head, "the checkpoint has no head, so the head keeps random values", world_size=1
-        ),
+        pair("assign", load_clones, "assign=True replaces the tied weight by two tensors", world_size=1),
+        pair("omitted", load_without_head, "the checkpoint has no head, so the head keeps random values", world_size=1),
         Experiment(
             name="pipeline",
             control=Arm(
@@ -330,7 +327,7 @@ probe = Probe(
             ),
             expected_s=(0.6, 0.6),
         ),
-        apart(
+        pair(
             "transformers",
             meta_and_back,
             "to_empty after a move to meta makes two parameters of the tied one",
@@ -359,6 +356,6 @@ probe = Probe(
             )
             for name, ensures in (("peft-merge", False), ("peft-merge-tied", True))
         ),
-        apart("peft", adapter, "modules_to_save makes separate copies of embedding and head", needs=PEFT, **LIBRARY),
+        pair("peft", adapter, "modules_to_save makes separate copies of embedding and head", needs=PEFT, **LIBRARY),
     ),
 )

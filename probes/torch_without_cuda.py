@@ -1,4 +1,4 @@
-"""A torch that was built without CUDA is asked for a GPU; and why installing it again changes nothing."""
+"""A script asks a torch that was built without CUDA for a GPU, and installing torch again does not replace it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kb.probe import (
     unknown,
 )
 
-HIDDEN = "a CPU build: the function by which torch sees that it has CUDA is hidden"
+HIDDEN = "a CPU build; here the job hides the function by which torch sees that it has CUDA"
 
 
 def use_gpu(ctx: Context, *, hide: bool = False, device_by_build: bool) -> None:
-    """The first lines of a training script."""
+    """The first lines of a training script, which moves its model to a GPU, or to a GPU only if there is one."""
     import torch
 
     if hide and hasattr(torch._C, "_cuda_getDeviceCount"):
@@ -52,7 +52,7 @@ def use_gpu(ctx: Context, *, hide: bool = False, device_by_build: bool) -> None:
 
 
 def start_rank(ctx: Context, *, device_by_build: bool) -> None:
-    """The first line of a rank."""
+    """The first line of a rank, which calls set_device, or calls it only if there is a GPU."""
     import torch
 
     if hasattr(torch._C, "_cuda_getDeviceCount"):
@@ -65,7 +65,7 @@ def start_rank(ctx: Context, *, device_by_build: bool) -> None:
 def install_again(
     ctx: Context, *, requirement: str = "kbtorch==2.13.0", options: Tuple[str, ...] = (), index: str = "cuda"
 ) -> None:
-    """Three wheels of one version, as torch has them; the one for the CPU is installed, another is asked for."""
+    """pip installs a package that has three builds of one version, as torch has; the CPU build is installed already."""
     import venv
 
     installed = wheel(Path(ctx.path("cpu")), "2.13.0+cpu")
@@ -74,7 +74,7 @@ def install_again(
     venv.create(ctx.path("env"), symlinks=True)
     [packages] = Path(ctx.path("env")).glob("lib/python*/site-packages")
     with zipfile.ZipFile(installed) as archive:
-        archive.extractall(packages)  # what pip does, in a hundredth of its time
+        archive.extractall(packages)  # installs it like pip, a hundred times faster
     ctx.reached()
     install = [*pip_in(ctx.path("env/bin/python")), "install", "--no-index", "--no-deps"]
     printed = run([*install, *options, "--find-links", ctx.path(index), requirement])
@@ -110,59 +110,62 @@ def run(command: List[str]) -> str:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read torch/version.py of this environment without importing torch, and look for the device files of GPUs."""
+    """Reads torch/version.py of this environment without importing torch, and looks for the device files of GPUs."""
     try:
-        found = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError) as error:
-        return unknown("torch cannot be looked up: %s" % error)
-    if found is None or not found.origin:
+        return unknown("kb cannot find torch: %s" % error)
+    if spec is None or not spec.origin:
         return unknown("torch is not installed for %s" % sys.executable)
     try:
-        text = Path(found.origin).with_name("version.py").read_text(errors="replace")
+        text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
     except OSError as error:
-        return unknown("torch/version.py cannot be read: %s" % error)
+        return unknown("kb cannot read torch/version.py: %s" % error)
     values = dict(re.findall(r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$", text, re.MULTILINE))
-    on_wsl = glob.glob("/dev/dxg") if glob.glob("/usr/lib/wsl/lib/libcuda.so*") else []  # /dev/dxg: any maker's GPU
+    # on WSL, /dev/dxg may be a GPU of any vendor, and libcuda shows that it is NVIDIA's
+    on_wsl = glob.glob("/dev/dxg") if glob.glob("/usr/lib/wsl/lib/libcuda.so*") else []
     return judge(values, glob.glob("/dev/nvidia[0-9]*") + on_wsl + glob.glob("/dev/nvhost-gpu"))
 
 
 def judge(values: Mapping[str, str], devices: List[str]) -> Finding:
-    what = "torch %s, CUDA %s" % (values.get("__version__"), values.get("cuda"))
+    build = "torch %s, CUDA %s" % (values.get("__version__"), values.get("cuda"))
     if "cuda" not in values:
-        return unknown(what, "torch/version.py does not say for what it was built")
+        return unknown(build, "torch/version.py does not say for which CUDA torch was built")
     if re.match(r"\d+\.\d+", values["cuda"]):
-        return clear(what, "this build has CUDA; whether it finds a GPU is another matter")
+        return clear(build, "torch was built for CUDA; kb did not check whether it finds a GPU")
     if values["cuda"] != "None":
-        return unknown(what, "torch/version.py names no release of CUDA")
+        return unknown(build, "torch/version.py does not name a release of CUDA")
     other = [name for name in ("hip", "xpu") if values.get(name, "None") != "None"]
     if other:
-        return unknown(what, "it is built for other accelerators: " + ", ".join(other))
+        return unknown(build, "torch was built for another accelerator: " + ", ".join(other))
     if devices:
-        advice = "a build for CUDA of the same version: torch==%s+cu..." % values.get("__version__", "").split("+")[0]
-        return exposed(what, "GPU devices are here: " + ", ".join(sorted(devices)[:4]), advice=advice)
-    return unknown(what, "no NVIDIA device file here", advice="on the machine that has the GPUs this build uses none")
+        version = values.get("__version__", "").split("+")[0]
+        advice = "install the CUDA build of the same version: torch==%s+cu..." % version
+        return exposed(build, "this machine has GPU devices: " + ", ".join(sorted(devices)[:4]), advice=advice)
+    advice = "install a CUDA build if you want to use this environment on a machine with GPUs"
+    return unknown(build, "this machine has no NVIDIA device file", advice=advice)
 
 
 def on_build(name: str, fidelity: str, hide: bool, stands_for: str = "") -> Experiment:
     job = partial(use_gpu, hide=hide)
-    message = r"Torch not compiled with CUDA enabled"
+    no_help = {"CUDA_HOME": "/usr/local/cuda", "FORCE_CUDA": "1"}  # people try these variables, which have no effect
     return Experiment(
         name=name,
         control=Arm(
             partial(job, device_by_build=False),
-            raised(message),
-            "the script moves its model to cuda",
+            raised(r"Torch not compiled with CUDA enabled"),
+            "the script moves its model to a GPU, but this torch was built without CUDA",
             fidelity,
             stands_for,
-            {"CUDA_HOME": "/usr/local/cuda", "FORCE_CUDA": "1"},  # tried in vain
+            no_help,
         ),
         treatment=Arm(
             partial(job, device_by_build=True),
             completed(),
-            "the script takes the GPU only if there is one",
+            "the script uses a GPU only if torch.cuda.is_available()",
             fidelity,
             stands_for,
-            {"CUDA_HOME": "/usr/local/cuda", "FORCE_CUDA": "1"},
+            no_help,
         ),
         world_size=1,
         expected_s=(1.0, 1.0),
@@ -172,7 +175,7 @@ def on_build(name: str, fidelity: str, hide: bool, stands_for: str = "") -> Expe
 def reinstall(
     name: str, because: str, fix: str, fails: Mapping[str, Any] = MappingProxyType({}), **works: Any
 ) -> Experiment:
-    packages = "torch: a package with wheels of the same versions"
+    packages = "torch; here pip installs an empty package with wheels of the same versions"
     return Experiment(
         name=name,
         control=Arm(
@@ -190,8 +193,8 @@ def reinstall(
     )
 
 
-SATISFIED = "2.13.0+cpu satisfies ==2.13.0, so pip installs nothing"
-NEWER = "2.13.0+cu130 counts as newer than 2.13.0+cpu"
+SATISFIED = "the installed 2.13.0+cpu satisfies ==2.13.0, so pip installs nothing"
+NEWER = "with -U pip installs 2.13.0+cu130, because it sorts as newer than 2.13.0+cpu"
 
 probe = Probe(
     check=check,
@@ -205,11 +208,14 @@ probe = Probe(
             control=Arm(
                 partial(start_rank, device_by_build=False),
                 raised(r"module 'torch._C' has no attribute '_cuda_setDevice'"),
-                "set_device is called with a build that has no CUDA",
+                "the rank calls set_device, but this torch was built without CUDA",
                 "cpu",
             ),
             treatment=Arm(
-                partial(start_rank, device_by_build=True), completed(), "it is called only if there is a GPU", "cpu"
+                partial(start_rank, device_by_build=True),
+                completed(),
+                "the rank calls set_device only if torch.cuda.is_available()",
+                "cpu",
             ),
             world_size=1,
             expected_s=(1.0, 1.0),
@@ -217,13 +223,13 @@ probe = Probe(
         reinstall(
             "install-again",
             SATISFIED,
-            "the build is part of the version that is asked for",
+            "the requested version 2.13.0+cu130 includes the build, so pip replaces the CPU build",
             requirement="kbtorch==2.13.0+cu130",
         ),
         reinstall("upgrade", SATISFIED, NEWER, options=("-U",)),
         reinstall(
             "upgrade-from-pypi",
-            "2.13.0 without a build counts as older than 2.13.0+cpu",
+            "with -U pip installs nothing, because 2.13.0 from PyPI sorts as older than 2.13.0+cpu",
             NEWER,
             {"options": ("-U",), "index": "pypi"},
             options=("-U",),

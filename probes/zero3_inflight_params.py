@@ -1,6 +1,6 @@
-"""ZeRO-3 gathers weights ahead in the order that it recorded; a forward in another order leaves a gather in flight.
+"""ZeRO-3 prefetches weights in the order that it recorded; a forward in another order leaves a gather in flight.
 
-DeepSpeed before 0.15.3 raises at the end of such a step; later releases wait for what is left and free it.
+DeepSpeed before 0.15.3 raises at the end of a step like this; later releases wait for the gather and free its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LAYERS, RECORDED, STEPS = 6, 3, 6
 
 
 class Stop(Exception):
-    """Ends a forward early, as code does that only wants the output of a layer in the middle."""
+    """Ends a forward early, as code does that only needs the output of a layer in the middle."""
 
 
 def build(empty: str = "none") -> Any:
@@ -23,7 +23,7 @@ def build(empty: str = "none") -> Any:
     from torch import nn
 
     class Quantized(nn.Module):  # type: ignore[misc]
-        """It has a place for a weight that is not used; as a parameter, or as a buffer."""
+        """Has an empty tensor in place of a weight that it does not use, as a parameter or as a buffer."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -78,7 +78,7 @@ def batch(ctx: Context, step: int) -> Any:
 
 
 def skipped(ctx: Context, *, call_it: bool = False, **zero: Any) -> None:
-    """Layer 3 is called in the first steps, and skipped in the later ones, on every rank."""
+    """Calls layer 3 in the first steps; later it skips the layer, or, with `call_it`, adds its output times 0."""
     engine, plain = engine_of(ctx, build(), **zero), build()
     ctx.reached()
     for step in range(STEPS):
@@ -93,10 +93,10 @@ def skipped(ctx: Context, *, call_it: bool = False, **zero: Any) -> None:
 
 
 def interrupted(ctx: Context, *, whole: bool) -> None:
-    """An evaluation that wants layer 2's output stops the forward there, or lets it run to its end."""
+    """An evaluation that needs the output of layer 1 stops the forward after it, or runs the `whole` forward."""
     import torch
 
-    one_layer = 16 * 16 + 16  # a gather ahead brings one layer, so that one of them is still in flight at the stop
+    one_layer = 16 * 16 + 16  # ZeRO-3 prefetches one layer, whose gather is still in flight when the forward stops
     engine = engine_of(ctx, build(), stage3_prefetch_bucket_size=one_layer)
     ctx.reached()
     for step in range(STEPS):
@@ -117,7 +117,7 @@ def interrupted(ctx: Context, *, whole: bool) -> None:
 
 
 def stale(ctx: Context, *, call_it: bool) -> None:
-    """With nothing gathered ahead no release raises. A step that skips layer 3 must leave its weights as they are."""
+    """Without prefetching no release raises, but a step that skips layer 3 must not change its weights."""
     deepspeed = import_deepspeed()
     engine = engine_of(ctx, build(), stage3_prefetch_bucket_size=0)
     skipped_layer = engine.module.layers[3]
@@ -141,7 +141,7 @@ def stale(ctx: Context, *, call_it: bool) -> None:
 
 
 def empty(ctx: Context, *, kind: str) -> None:
-    """A module whose only weight has no elements, so nothing makes ZeRO-3 gather it."""
+    """The only weight of a module has no elements, so ZeRO-3 never starts to gather it if it is a parameter."""
     engine, plain = engine_of(ctx, build(kind)), build(kind)
     ctx.reached()
     output = engine(batch(ctx, 0))
@@ -156,7 +156,9 @@ LEFT = raised(r"still have inflight params \[\{'id': \d+, 'status': '(AVAILABLE|
 INFLIGHT = raised(r"AssertionError: \{'id': \d+, 'status': 'INFLIGHT'")
 CHANGED = symptom(r"step 3 left out layer 3, whose weights changed by up to \d")
 EMPTY = raised(r"\{'id': \d+, 'status': 'NOT_AVAILABLE', 'numel': 0, 'ds_numel': 0")
-SKIPS = "from the fourth step on the forward skips a layer that ZeRO-3 has already begun to gather"
+SKIPS = "from the fourth step on, the forward skips a layer that ZeRO-3 has already begun to gather"
+CALLS = "every forward calls the layer, and adds its output times 0 if the step does not need it"
+NO_PREFETCH = "stage3_prefetch_bucket_size is 0, so ZeRO-3 gathers no weights ahead"
 
 
 def pair(
@@ -168,11 +170,11 @@ def pair(
     fix: str,
     packages: Any,
 ) -> Experiment:
-    counted = {"LOCAL_SIZE": "2"}  # without it DeepSpeed 0.14 counts CPUs as devices with numactl
+    two_devices = {"LOCAL_SIZE": "2"}  # without it, DeepSpeed 0.14 runs numactl to count CPUs as devices
     return Experiment(
         name=name,
-        control=Arm(control, expect=expect, because=because, fidelity="cpu", env=counted),
-        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu", env=counted),
+        control=Arm(control, expect=expect, because=because, fidelity="cpu", env=two_devices),
+        treatment=Arm(treatment, expect=completed(), because=fix, fidelity="cpu", env=two_devices),
         needs=Needs(packages=packages, memory_mib=2048),
         deadline_s=180,
         expected_s=(9.0, 9.0),
@@ -187,7 +189,7 @@ probe = Probe(
             partial(skipped, stage3_prefetch_bucket_size=0),
             LEFT,
             SKIPS,
-            "stage3_prefetch_bucket_size is 0: nothing is gathered ahead",
+            NO_PREFETCH,
             OLD,
         ),
         pair(
@@ -195,7 +197,7 @@ probe = Probe(
             partial(empty, kind="parameter"),
             partial(empty, kind="buffer"),
             EMPTY,
-            "a module's only parameter has no elements, so its gather is never started",
+            "a module's only parameter has no elements, so ZeRO-3 never starts to gather it",
             "the empty tensor is a buffer, which ZeRO-3 does not shard",
             ANY,
         ),
@@ -207,7 +209,7 @@ probe = Probe(
             partial(skipped, call_it=True),
             LEFT,
             SKIPS,
-            "the forward calls the layer in each step and adds its output times 0",
+            CALLS,
             OLD,
         ),
         pair(
@@ -215,8 +217,8 @@ probe = Probe(
             partial(stale, call_it=False),
             partial(stale, call_it=True),
             CHANGED,
-            "a step without layer 3 finds its gradient of the step before in ZeRO-3's buffer, and applies it again",
-            "the forward calls the layer in each step and adds its output times 0, so its gradient is 0",
+            "a step skips layer 3, and ZeRO-3 applies the layer's gradient of the previous step again",
+            CALLS + ", so its gradient is 0",
             ANY,
         ),
         pair(
@@ -224,8 +226,8 @@ probe = Probe(
             partial(interrupted, whole=False),
             partial(interrupted, whole=True),
             INFLIGHT,
-            "an evaluation leaves the forward in the middle, and its gathers stay in flight into the training step",
-            "the forward runs to its end, and the evaluation takes the output that it wants",
+            "an evaluation stops the forward in the middle, so a gather is still in flight in the training step",
+            "the evaluation runs the whole forward",
             OLD,
         ),
         pair(
@@ -233,8 +235,8 @@ probe = Probe(
             partial(skipped, overlap_comm=False, stage3_max_live_parameters=10**9),
             partial(skipped, stage3_prefetch_bucket_size=0),
             LEFT,
-            SKIPS + "; overlap_comm is off, and stage3_max_live_parameters is large",
-            "stage3_prefetch_bucket_size is 0",
+            SKIPS + ", and changing overlap_comm and stage3_max_live_parameters does not help",
+            NO_PREFETCH,
             OLD,
         ),
     ),
