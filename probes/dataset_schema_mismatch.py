@@ -1,4 +1,4 @@
-"""A table has one type for each column, which the first rows decide; later rows and files disagree with it."""
+"""A dataset has one type per column, which its first rows decide; later rows or files have another type."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MIXED = ([{"text": "a", "meta": 1}, {"text": "b", "meta": "m"}],)
 
 @contextmanager
 def cause_raised() -> Iterator[None]:
-    """Let the cause end the job, which datasets wraps into an error that is the same for every cause."""
+    """Raises the cause of an error instead of the error that datasets wraps around every cause."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,7 @@ def write(ctx: Context, files: Iterable[List[Dict[str, Any]]], end: str = "") ->
 
 @cause_raised()
 def load(ctx: Context, *, files: Any, declared: bool) -> None:
-    """The types are those of the first file, or of all rows."""
+    """Loads the files with the types that datasets infers from the first, or (`declared`) with those of all rows."""
     import pyarrow as pa  # type: ignore[import-not-found]
     from datasets import Dataset, load_dataset  # type: ignore[import-not-found]
 
@@ -86,7 +86,7 @@ def load(ctx: Context, *, files: Any, declared: bool) -> None:
 
 @cause_raised()
 def load_text(ctx: Context, *, files: Any, rewritten: bool, **options: Any) -> None:
-    """A column of several types, as it is or as text: JSON in a column of strings."""
+    """Loads a column of mixed types as it is, or (`rewritten`) stored as JSON strings."""
     from datasets import load_dataset
 
     paths = write(ctx, files, end="\n" if rewritten else "")
@@ -107,7 +107,7 @@ def load_text(ctx: Context, *, files: Any, rewritten: bool, **options: Any) -> N
 
 @cause_raised()
 def load_calls(ctx: Context, *, free: bool) -> None:
-    """Calls of two tools: the types of all rows, or objects of any shape."""
+    """Loads calls of two tools with the types of all rows, or (`free`) declared as Json, which allows any shape."""
     import pyarrow as pa
     from datasets import Features, Json, List, load_dataset
 
@@ -124,7 +124,7 @@ def load_calls(ctx: Context, *, free: bool) -> None:
 
 @cause_raised()
 def load_blank(ctx: Context, *, blank: bool) -> None:
-    """The same calls in one file, which becomes Json by itself, without a blank line or with one."""
+    """Loads the same calls from one file. datasets makes their column Json unless the file has a blank line."""
     from datasets import load_dataset
 
     paths = write(ctx, [[call for (call,) in CALLS]], end="\n" if blank else "")
@@ -134,7 +134,7 @@ def load_blank(ctx: Context, *, blank: bool) -> None:
 
 @cause_raised()
 def load_dates(ctx: Context, *, free: bool) -> None:
-    """A column that has only dates, declared as strings or as Json."""
+    """Loads a column that holds only dates, declared as strings or (`free`) as Json."""
     from datasets import Features, Json, Value, load_dataset
 
     paths = write(ctx, DATE_FIRST[:1])
@@ -147,7 +147,7 @@ def load_dates(ctx: Context, *, free: bool) -> None:
 
 @cause_raised()
 def load_ids(ctx: Context, *, rewritten: bool) -> None:
-    """Ids that are numbers and texts, declared as Json or written as text."""
+    """Loads ids, some numbers and some strings, declared as Json or (`rewritten`) stored as JSON strings."""
     from datasets import Features, Json, load_dataset
 
     if rewritten:
@@ -162,7 +162,7 @@ def load_ids(ctx: Context, *, rewritten: bool) -> None:
 
 
 def compare_calls(table: Any) -> None:
-    """Do the calls load as they were written?"""
+    """Raises `Symptom` if a call does not load as it was written."""
     assert len(table) == len(CALLS)
     for loaded, (original,) in zip(table, CALLS):
         call, before = (row["messages"][0]["tool_calls"][0] for row in (loaded, original))
@@ -175,7 +175,7 @@ def compare_calls(table: Any) -> None:
 
 @cause_raised()
 def load_late(ctx: Context, *, first: bool) -> None:
-    """One file with several types in a column, which the first chunk of 16 KiB shows or does not."""
+    """Loads one file with mixed types in a column. The string is in the first chunk of 16 KiB, or only in the last."""
     from datasets import load_dataset
 
     rows: List[Dict[str, Any]] = [{"text": "a" * 100, "meta": 1} for _ in range(600)]
@@ -187,7 +187,7 @@ def load_late(ctx: Context, *, first: bool) -> None:
 
 
 def load_with_features(ctx: Context, *, files: Any, rewritten: bool) -> None:
-    """The folklore: features= for types that differ within one file."""
+    """Passes features=, which people try if one file has mixed types in a column."""
     from datasets import Features, Value
 
     load_text(
@@ -197,7 +197,7 @@ def load_with_features(ctx: Context, *, files: Any, rewritten: bool) -> None:
 
 @cause_raised()
 def read_chunks(ctx: Context, *, chunksize: int) -> None:
-    """One file whose first chunk has only nulls in a column; 16 KiB here, 10 MB by default."""
+    """Loads one file with nulls in a column and one string at the end. The default chunk size is 10 MB."""
     from datasets import load_dataset
 
     rows: List[Dict[str, Any]] = [{"text": "a" * 100, "meta": None} for _ in range(600)]
@@ -209,7 +209,7 @@ def read_chunks(ctx: Context, *, chunksize: int) -> None:
 
 @cause_raised()
 def write_objects(ctx: Context, *, as_text: bool) -> None:
-    """Rows in which an object is always empty, on their way to a Parquet file."""
+    """Writes rows to a Parquet file; the objects in one column are all empty."""
     from datasets import Dataset
 
     rows = [{"text": "a", "meta": {}}, {"text": "b", "meta": {}}]
@@ -220,7 +220,7 @@ def write_objects(ctx: Context, *, as_text: bool) -> None:
 
 @cause_raised()
 def read_newer(ctx: Context, *, plain: bool) -> None:
-    """A Parquet file of a newer release, which names a type that this one does not have."""
+    """Reads a Parquet file that a newer release of datasets wrote, with a type that the installed one lacks."""
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-not-found]
     from datasets import load_dataset
@@ -237,7 +237,7 @@ def read_newer(ctx: Context, *, plain: bool) -> None:
 
 
 def join(ctx: Context, *, casts: bool) -> None:
-    """Two tables with the same column names, tokenised by different code."""
+    """Joins two datasets with the same column names that were tokenised by different code."""
     from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
     first = Dataset.from_list([{"input_ids": [1, 2]}])  # int32, because of the name
@@ -249,7 +249,7 @@ def join(ctx: Context, *, casts: bool) -> None:
 
 
 def join_classes(ctx: Context, *, by_name: bool) -> None:
-    """Two tables with the same classes, which are numbered in another order."""
+    """Joins two datasets with the same classes, which each numbers in a different order."""
     from datasets import ClassLabel, Dataset, Features, concatenate_datasets
 
     first, second = (
@@ -264,11 +264,11 @@ def join_classes(ctx: Context, *, by_name: bool) -> None:
     table = concatenate_datasets([first, second])
     names = [table.features["label"].int2str(number) for number in table["label"]]
     if names != ["neg", "pos"]:
-        raise Symptom("a sample of pos is one of %s behind the cast" % names[1])
+        raise Symptom("a sample of class pos has class %s after the cast" % names[1])
 
 
-def apply(ctx: Context, *, declared: bool) -> None:
-    """`map` writes 1000 rows at a time, and takes the types of the first ones."""
+def add_column(ctx: Context, *, declared: bool) -> None:
+    """Adds a column with `map`, which writes 1000 rows at a time and takes the types from the first of them."""
     from datasets import Dataset, Value
 
     rows = Dataset.from_list([{"n": number} for number in range(1200)])
@@ -286,8 +286,8 @@ def apply(ctx: Context, *, declared: bool) -> None:
     assert labelled[-1]["label"] == "late"
 
 
-def compare(ctx: Context, *, files: Any) -> None:
-    """The rule without datasets, by the survey that the check makes."""
+def compare_files(ctx: Context, *, files: Any) -> None:
+    """Applies the rule without datasets, by the survey that the check makes."""
     paths = [Path(path) for path in write(ctx, files)]
     ctx.reached()
     found = disagreements({path: survey(path, time.monotonic() + 10)[0] for path in paths})
@@ -296,7 +296,7 @@ def compare(ctx: Context, *, files: Any) -> None:
 
 
 LONGEST = 4 << 20  # characters of a line; a JSON array may be one line of gigabytes
-Kinds = Dict[str, Dict[str, int]]  # column, kind, the line that has it first
+Kinds = Dict[str, Dict[str, int]]  # column -> kind of value -> the first line that has it
 KINDS = {
     str: "string",
     bool: "bool",
@@ -306,31 +306,34 @@ KINDS = {
     dict: "object",
     type(None): "null",
 }
-DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d[\d:.+Z-]{0,20})?")  # text that pyarrow takes for a time
+DATE = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d[\d:.+Z-]{0,20})?")  # strings that pyarrow parses as times
 
 
 def survey(path: Path, until: float) -> Tuple[Kinds, str]:
-    """The kinds of value in each column of a file of JSON lines, and why reading ended early."""
+    """Returns the kinds of value in each column of a JSON Lines file, and why reading ended early, if it did."""
     kinds: Kinds = {}
     number = 0
     try:
         with path.open(encoding="utf-8-sig") as file:
             for line in iter(partial(file.readline, LONGEST), ""):
                 if time.monotonic() > until:
-                    return kinds, "only %d lines of %s were read" % (number, path.name)
+                    return kinds, "kb read only the first %d lines of %s in the time it has" % (number, path.name)
                 number += 1
                 if len(line) == LONGEST:
-                    return kinds, "line %d of %s is too long for JSON lines" % (number, path.name)
+                    return kinds, "line %d of %s is longer than kb reads; the file may not be JSON Lines" % (
+                        number,
+                        path.name,
+                    )
                 if not line.strip():
                     continue
                 row = json.loads(line)
                 if not isinstance(row, dict):
-                    return kinds, "line %d of %s is no object" % (number, path.name)
+                    return kinds, "line %d of %s is not a JSON object" % (number, path.name)
                 for name, value in row.items():
                     kind = "date" if isinstance(value, str) and DATE.fullmatch(value) else KINDS[type(value)]
                     kinds.setdefault(name, {}).setdefault(kind, number)
     except (OSError, ValueError, RecursionError) as error:  # json and utf-8 raise ValueError
-        return kinds, "%s cannot be read as JSON lines, after line %d: %s" % (path.name, number, error)
+        return kinds, "%s cannot be read as JSON Lines after line %d: %s" % (path.name, number, error)
     return kinds, ""
 
 
@@ -347,12 +350,12 @@ WIDER = {"number": "fraction", "date": "string"}
 
 
 def values_in(seen: Mapping[str, int]) -> List[str]:
-    """Without null, and without whole numbers beside fractions or dates beside text, which are one type."""
+    """Returns the kinds that need a type each. Nulls need none, and WIDER says which types cover others."""
     return [kind for kind in seen if kind != "null" and WIDER.get(kind) not in seen]
 
 
 def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
-    """Columns and kinds that the first file does not have, and several kinds in one file."""
+    """Describes columns and kinds that the first file lacks, and columns with more than one kind in one file."""
     found: List[str] = []
     first: Optional[Kinds] = None
     for path, kinds in files.items():
@@ -360,16 +363,16 @@ def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
             values = values_in(seen)
             if len(values) > 1:
                 places = ", ".join("%s in line %d" % (kind, seen[kind]) for kind in values)
-                found.append("%s in %s: %s; fails with datasets before 4.7" % (name, path.name, places))
+                found.append("column %s of %s has %s, which fails with datasets before 4.7" % (name, path.name, places))
             if first is None:
                 continue
             if name not in first:
-                found.append("%s is in %s and not in the first file" % (name, path.name))
+                found.append("column %s is in %s but not in the first file" % (name, path.name))
                 continue
             before = values_in(first[name])
             if set(values) - set(before) - {kind for kind, wider in WIDER.items() if wider in before}:
                 found.append(
-                    "%s: %s in the first file, %s in %s"
+                    "column %s has %s in the first file, %s in %s"
                     % (name, ", ".join(before) or "null", ", ".join(values), path.name)
                 )
         first = first or kinds
@@ -377,10 +380,10 @@ def disagreements(files: Mapping[Path, Kinds]) -> List[str]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the columns of these JSON lines have one type each, in one file and over all files?"""
+    """Does each column of these JSON Lines files have one type, within each file and across all files?"""
     path: Optional[Path] = params["data"]
     if path is None:
-        return unknown("no data were named", advice="--set data=/path/to/train.jsonl, or a folder of such files")
+        return unknown("no data file was named", advice="--set data=/path/to/train.jsonl, or a folder of such files")
     try:
         until = time.monotonic() + 0.6
         paths = files_in(path, until) if path.is_dir() else [path]
@@ -389,19 +392,21 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("%s cannot be read: %s" % (path, error))
     found = disagreements({name: kinds for name, (kinds, reason) in read.items() if not reason})
     for name, (kinds, reason) in read.items():
-        if reason:  # what it lacks is not known
+        if reason:  # the file was not read to its end: what it contains counts, what it lacks does not
             found += disagreements({name: kinds})
     unread = [reason for _, reason in read.values() if reason]
     if found:
         return exposed(
             *found[:8],
             *unread[:2],
-            advice="declare the column as Json(), or write it as JSON text: see `Fix`",
+            advice="declare the column as Json(), or store it as JSON strings: see `Fix`",
         )
     if not any(kinds for kinds, _ in read.values()):
-        return unknown(*(unread[:3] or ["no JSON lines in %s" % path]))
+        return unknown(*(unread[:3] or ["kb found no JSON Lines in %s" % path]))
     return unknown(
-        "the columns of %d files agree" % len(read), *unread[:3], "what is inside objects and lists was not compared"
+        "kb found no disagreement between the columns of %d files" % len(read),
+        *unread[:3],
+        "kb did not compare the contents of objects and lists",
     )
 
 
@@ -430,32 +435,38 @@ NULL = "Couldn't cast array of type string to null"
 NAMES = "because column names don't match|All the data files must have the same columns"
 CAST = r"Couldn't cast array of type\n"
 CHANGED = r"JSON parse error: Column\(/meta\) changed from number to string in row 1"
-ALL_ROWS = "the table is made with the types of all rows"
-TEXT = "the column is text: JSON in strings"
-RULE = "the inference of pyarrow and the writer of datasets, for the top level"
+ALL_ROWS = "the types are inferred from all rows instead of the first file"
+TEXT = "the column is stored as JSON strings, which have one type"
+RULE = "type inference in pyarrow and the writer of datasets, for top-level columns"
 
 probe = Probe(
     check=check,
-    params={"data": Param("path", "a file of JSON lines, or a folder of them")},
+    params={"data": Param("path", "a JSON Lines file, or a folder of them")},
     experiments=(
         pair(
             "null-first",
             partial(load, files=NULL_FIRST, declared=False),
             partial(load, files=NULL_FIRST, declared=True),
             NULL,
-            "the first file has only nulls in a column, the second has strings",
+            "a column holds only nulls in the first file and strings in the second",
             ALL_ROWS,
         ),
         Experiment(
             name="model",
             control=Arm(
-                partial(compare, files=NULL_FIRST),
-                symptom(r"meta: null in the first file, string in train-1\.jsonl"),
-                "the first file has only nulls in a column, the second has strings",
+                partial(compare_files, files=NULL_FIRST),
+                symptom(r"meta has null in the first file, string in train-1\.jsonl"),
+                "a column holds only nulls in the first file and strings in the second",
                 "model",
                 RULE,
             ),
-            treatment=Arm(partial(compare, files=ALIKE), completed(), "both files have strings", "model", RULE),
+            treatment=Arm(
+                partial(compare_files, files=ALIKE),
+                completed(),
+                "the column holds strings in both files",
+                "model",
+                RULE,
+            ),
             world_size=1,
             needs=Needs(packages={}, memory_mib=128),
             expected_s=(0.1, 0.1),
@@ -467,7 +478,7 @@ probe = Probe(
             partial(load, files=NEW_COLUMN, declared=False),
             partial(load, files=NEW_COLUMN, declared=True),
             NAMES,
-            "the second file has one column more",
+            "the second file has an additional column",
             ALL_ROWS,
         ),
         pair(
@@ -475,7 +486,7 @@ probe = Probe(
             partial(load_text, files=NEW_KEY, rewritten=False),
             partial(load_text, files=NEW_KEY, rewritten=True),
             CAST,
-            "the objects of the second file have one key more",
+            "the objects in the second file have an additional key",
             TEXT,
             ">=3.0.1",
         ),
@@ -484,7 +495,7 @@ probe = Probe(
             partial(load_text, files=STRUCT_FIRST, rewritten=False),
             partial(load_text, files=STRUCT_FIRST, rewritten=True),
             CAST,
-            "a column has objects in the first file, and strings in the second",
+            "a column holds objects in the first file and strings in the second",
             TEXT,
         ),
         pair(
@@ -492,7 +503,7 @@ probe = Probe(
             partial(load_text, files=DATE_FIRST, rewritten=False),
             partial(load_text, files=DATE_FIRST, rewritten=True),
             r"Failed to parse string: 'unknown' as a scalar of type timestamp",
-            "the first file has only dates in a column, the second has another text",
+            "a column holds only dates in the first file and another string in the second",
             TEXT,
         ),
         pair(
@@ -500,7 +511,7 @@ probe = Probe(
             partial(write_objects, as_text=False),
             partial(write_objects, as_text=True),
             "Cannot write struct type 'meta' with no child field",
-            "an object is empty in all rows",
+            "the column holds an empty object in every row, which Parquet cannot store",
             TEXT,
         ),
         pair(
@@ -509,14 +520,14 @@ probe = Probe(
             partial(read_newer, plain=True),
             r"Feature type 'Newer' not found\. Available feature types",
             "the file names a type that this release of datasets does not have",
-            "the file is written again without the types that datasets recorded in it",
+            "the file is rewritten without the types that datasets recorded in it",
         ),
         pair(
             "mixed",
             partial(load_text, files=MIXED, rewritten=False),
             partial(load_text, files=MIXED, rewritten=True),
             CHANGED,
-            "a column has numbers and strings in one file",
+            "a column holds numbers and strings in one file",
             TEXT,
             ">=2.20,<4.7",
         ),
@@ -525,7 +536,7 @@ probe = Probe(
             partial(load_with_features, files=MIXED, rewritten=False),
             partial(load_with_features, files=MIXED, rewritten=True),
             CHANGED,
-            "a column has numbers and strings in one file, and features= says string",
+            "a column holds numbers and strings in one file, and features= declares it as string, which does not help",
             TEXT,
             ">=2.20,<4.7",
         ),
@@ -534,16 +545,16 @@ probe = Probe(
             partial(read_chunks, chunksize=16 << 10),
             partial(read_chunks, chunksize=1 << 20),
             NULL,
-            "the first chunk of a file has only nulls in a column",
-            "the chunk is larger, and has a value",
+            "a column holds only nulls in the first chunk of the file and a string in a later one",
+            "the first chunk is larger and includes the string",
         ),
         pair(
             "tool-arguments",
             partial(load_calls, free=False),
             partial(load_calls, free=True),
             "",
-            "features= of all rows: every call gets the arguments of all tools, null where it has none",
-            "features= says Json: objects of any shape",
+            "features= has the types of all rows, so every call gets the arguments of all tools, filled with nulls",
+            "features= declares the messages as Json, which keeps objects of any shape",
             ">=4.7",
             symptom(r"weather was called with \{'city': 'Oslo'\}, and loads as \{'city': 'Oslo', 'query': None\}"),
         ),
@@ -552,8 +563,8 @@ probe = Probe(
             partial(load_blank, blank=True),
             partial(load_blank, blank=False),
             "",
-            "a file of objects with different keys ends with a blank line, and nothing becomes Json",
-            "the file has no blank line",
+            "a file of objects with different keys ends with a blank line, so datasets does not make the column Json",
+            "the file has no blank line, so datasets makes the column Json",
             ">=4.8.4",
             symptom(r"weather was called with \{'city': 'Oslo'\}, and loads as \{'city': 'Oslo', 'query': None\}"),
         ),
@@ -562,8 +573,8 @@ probe = Probe(
             partial(load_dates, free=False),
             partial(load_dates, free=True),
             "",
-            "features= says string for a column of dates, which the parser takes for times",
-            "features= says Json",
+            "features= declares a column of dates as string, but the JSON parser has already turned them into times",
+            "features= declares the column as Json, which keeps the strings",
             ">=4.7",
             symptom(r"2024-01-31 loads as 2024-01-31 00:00:00"),
         ),
@@ -572,7 +583,7 @@ probe = Probe(
             partial(load_ids, rewritten=False),
             partial(load_ids, rewritten=True),
             "",
-            "features= says Json for ids, and a text that is JSON itself is read as such",
+            "features= declares the ids as Json, which reads the string 007 as the number 7",
             TEXT,
             ">=4.7",
             symptom("'007' loads as 7"),
@@ -582,8 +593,8 @@ probe = Probe(
             partial(load_late, first=False),
             partial(load_late, first=True),
             r"Failed to parse string: .* as a scalar of type int64|" + CHANGED[:-2],
-            "a column has numbers in the first chunk, and a string in a later one",
-            "the first chunk shows both types, and the column becomes Json",
+            "a column holds numbers in the first chunk and a string in a later one",
+            "the first chunk holds both types, so datasets makes the column Json",
             ">=4.7",
         ),
         pair(
@@ -591,25 +602,25 @@ probe = Probe(
             partial(join, casts=False),
             partial(join, casts=True),
             r"The features can't be aligned because the key input_ids",
-            "input_ids are int32 in one table and int64 in the other",
-            "the second table is cast to the features of the first",
+            "input_ids are int32 in one dataset and int64 in the other",
+            "the second dataset is cast to the features of the first",
         ),
         pair(
             "class-labels",
             partial(join_classes, by_name=False),
             partial(join_classes, by_name=True),
             "",
-            "the second table is cast, and its classes are numbered in another order",
-            "its numbers are first made those of the first table, by name",
-            expect=symptom("a sample of pos is one of neg behind the cast"),
+            "the second dataset numbers its classes in a different order, and the cast keeps the numbers",
+            "the second dataset is renumbered by class name before the cast",
+            expect=symptom("a sample of class pos has class neg after the cast"),
         ),
         pair(
             "map",
-            partial(apply, declared=False),
-            partial(apply, declared=True),
+            partial(add_column, declared=False),
+            partial(add_column, declared=True),
             r"Couldn't (cast array of type string to null|write column 'label': its type in this file is null)",
-            "map returns None for the first 1100 rows",
-            "features= says string",
+            "map returns None for the first 1100 rows, so the column gets the type null",
+            "features= declares the column as string",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Two documents in one row: is the second computed as if it were alone?"""
+"""Two documents are packed into one row. Does the model compute the second as if it were alone?"""
 
 import math
 import re
@@ -25,13 +25,13 @@ from kb.probe import (
 )
 from kb.training_config import UnreadableConfig, read_config
 
-END = 0  # the end-of-sequence token, behind each document
+END = 0  # the end-of-sequence token, which ends each document
 FIRST, SECOND = [3, 4, 5, 6, 7, 8, END], [11, 12, 13, 14, END]
 PACKED = [len(FIRST), len(SECOND)]
 
 
 def build_model(vocabulary: int, rotary: bool = False, flex: bool = False) -> Any:
-    """Two layers of attention; positions as learned vectors, or as rotations of queries and keys."""
+    """Builds two layers of attention, with learned position vectors or (`rotary`) rotated queries and keys."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -71,7 +71,7 @@ def build_model(vocabulary: int, rotary: bool = False, flex: bool = False) -> An
 
 
 def arrange(lengths: List[int], *, documents: bool, restart: bool, flex: bool = False) -> Tuple[Any, Any]:
-    """Position ids and mask of a row that holds documents of these lengths."""
+    """Returns the position ids and the mask of a row that holds documents of these lengths."""
     import torch
 
     document_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -94,7 +94,7 @@ def arrange(lengths: List[int], *, documents: bool, restart: bool, flex: bool = 
 
 
 def compare(packed: Any, alone: Any) -> None:
-    """Raise a symptom where the second document is not what it is alone."""
+    """Raises `Symptom` if the second document of the row does not have the logits that it has alone."""
     difference = float((packed[0, len(FIRST) :] - alone[0]).abs().max())
     if difference > 1e-3:
         raise Symptom("the second document of the row differs by %.3f from the same document alone" % difference)
@@ -104,7 +104,7 @@ def compare(packed: Any, alone: Any) -> None:
 def pack(
     ctx: Context, *, documents: bool = True, restart: bool = True, rotary: bool = False, flex: bool = False
 ) -> None:
-    """Two documents with an end token behind each, in one row and alone."""
+    """Compares two documents, each with an end token, in one row and alone."""
     import torch
 
     model = build_model(32, rotary, flex)
@@ -118,7 +118,7 @@ def pack(
 
 
 def label(ctx: Context, *, border: bool) -> None:
-    """The loss of the row, with the right mask, against the loss of its documents."""
+    """Compares the loss of the row, with the right mask, with the losses of its documents."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -128,7 +128,7 @@ def label(ctx: Context, *, border: bool) -> None:
     position_ids, mask = arrange(PACKED, documents=True, restart=True)
     labels = row.clone()
     if border:
-        labels[position_ids == 0] = -100  # the first token of a document has nothing before it
+        labels[position_ids == 0] = -100  # no token precedes the first one of a document
     with torch.no_grad():
         logits = model(row, position_ids, mask)
         loss = cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum")
@@ -143,7 +143,7 @@ def label(ctx: Context, *, border: bool) -> None:
 
 
 def train(ctx: Context, *, documents: bool) -> None:
-    """Rows whose two documents share an answer, which nothing in the second document itself gives away."""
+    """Trains on rows whose two documents share an answer that the second document alone does not reveal."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -181,7 +181,7 @@ def build_llama(implementation: str) -> Any:
 
 
 def call(ctx: Context, *, given: str, cache: bool = False, implementation: str = "sdpa") -> None:
-    """A Llama of transformers; `given` says what of positions and mask it gets. By default it keeps a cache."""
+    """Runs a Llama of transformers on a packed row. `given` says which position ids and mask the model gets."""
     import torch
     from transformers import DataCollatorWithFlattening
 
@@ -208,7 +208,7 @@ def call(ctx: Context, *, given: str, cache: bool = False, implementation: str =
 
 
 def call_multimodal(ctx: Context, *, rows: int) -> None:
-    """Text for a Qwen2.5-VL, which takes borders from the first of four rows of positions."""
+    """Runs text through a Qwen2.5-VL, which finds document boundaries in the first of four rows of position ids."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -232,9 +232,9 @@ def call_multimodal(ctx: Context, *, rows: int) -> None:
 
 
 def call_hybrid(ctx: Context, *, packed: bool) -> None:
-    """A Qwen3-Next, whose first layer carries a state: position ids that restart, or a padded batch."""
+    """Runs a Qwen3-Next, whose first layer carries a state along the row, on a packed row or a padded batch."""
     if find_spec("fla") or find_spec("causal_conv1d"):
-        raise Unavailable("kernels of this environment (fla, causal_conv1d) do not run on the CPU")
+        raise Unavailable("the kernels installed here (fla, causal_conv1d) do not run on the CPU")
     import torch
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
@@ -263,7 +263,7 @@ def call_hybrid(ctx: Context, *, packed: bool) -> None:
 
 
 def pack_by_trl(ctx: Context, *, strategy: str) -> None:
-    """What SFTTrainer does with packing=True: pack, and a collator that is padding-free for bfd only."""
+    """Does what SFTTrainer does with packing=True: packs, with a collator that is padding-free for bfd only."""
     import torch
     from datasets import Dataset  # type: ignore[import-not-found]
     from trl import pack_dataset  # type: ignore[import-not-found]
@@ -283,12 +283,12 @@ def pack_by_trl(ctx: Context, *, strategy: str) -> None:
 
 
 def is_on(value: Any) -> Optional[bool]:
-    """None where the value says neither."""
+    """Returns None if the value means neither true nor false."""
     return {"true": True, "false": False, "yes": True, "no": False}.get(str(value).strip().lower())
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the configuration pack documents without telling attention where one ends?"""
+    """Does the configuration pack documents without telling attention where each one ends?"""
     if params["config"] is None:
         return unknown("no training configuration was named", advice="kb check --config sft.yaml")
     try:
@@ -300,32 +300,40 @@ def check(params: Mapping[str, Any]) -> Finding:
     states = {name: is_on(values[name]) for name in names if name in values}
     found = ["%s: %s" % (name, str(values[name])[:40]) for name in states]
     if not states:
-        return unknown("%s says nothing of packing" % params["config"], "the script or a default may pack")
-    alone = "one document in a row and the same alone must give the same logits: the entry's How to tell"
+        return unknown("%s does not mention packing" % params["config"], "the script or a default may still pack")
+    alone = "compare the logits of one document in a packed row and alone, as the entry's How to tell says"
     if None in states.values():
-        return unknown(*found, "not a plain true or false", advice=alone)
+        return unknown(*found, "a value is neither true nor false", advice=alone)
     if any(re.search("^sft$|packed|thd|pretraining_dataset|megatron|^use_(mca|v1)", str(key)) for key in values):
-        return unknown(*found, "another option of the file decides how rows are made", advice=alone)
+        return unknown(*found, "another option in this file decides how rows are made", advice=alone)
     if states.get("reset_attention_mask") is False and "packing" not in states:
         return exposed(*found, "Megatron fills each row with several documents", advice="see the entry, Fix 4")
     in_factory = "neat_packing" in values or "cutoff_len" in values
     if states.get("packing") and not states.get("neat_packing") and in_factory:
         stage = str(values.get("stage", "sft"))
         advice = (
-            "neat_packing: true" if stage == "sft" else "packing: false; neat_packing raises in stage %s" % stage[:9]
+            "set neat_packing: true"
+            if stage == "sft"
+            else "set packing: false, because neat_packing raises an error in stage %s" % stage[:9]
         )
-        return exposed(*found, "LLaMA-Factory then gives every token of a row the mask 1", advice=advice)
+        return exposed(
+            *found, "without neat_packing, LLaMA-Factory gives every token of a row the mask 1", advice=advice
+        )
     if states.get("packing") and str(values.get("packing_strategy")) == "wrapped":
-        return exposed(*found, "packing_strategy: wrapped keeps no borders", advice="packing_strategy: bfd")
+        return exposed(
+            *found, "packing_strategy: wrapped keeps no document boundaries", advice="set packing_strategy: bfd"
+        )
     if any(states.values()) or "reset_attention_mask" in states or not {"packing", "sample_packing"} & set(states):
-        return unknown(*found, "the kernel and the batch decide, which no file shows", advice=alone)
-    return clear(*found, "that the job reads this file and sets nothing else is not looked at")
+        return unknown(
+            *found, "it depends on the attention kernel and the batch, which this file does not show", advice=alone
+        )
+    return clear(*found, "kb cannot tell whether the job reads this file, or overrides it elsewhere")
 
 
 APART = symptom(r"the second document of the row differs by \d+\.\d+ from the same document alone")
-BLOCKS = "each token sees its own document only"
+BLOCKS = "the mask lets each token see its own document only"
 TORCH = {"torch": ">=2.1"}
-LLAMA = {"torch": ">=2.6", "transformers": ">=4.53.1"}  # with an older torch up to 4.57 no mask
+LLAMA = {"torch": ">=2.6", "transformers": ">=4.53.1"}  # transformers up to 4.57 makes no mask with an older torch
 DOCUMENTS = ("documents", False, True)
 
 
@@ -338,7 +346,7 @@ def pair(
     expect: Expect = APART,
     packages: Mapping[str, str] = TORCH,
 ) -> Experiment:
-    """`change` is a keyword of the job, with its value in the control arm and in the treatment."""
+    """`change` names an argument of the job and gives its value in the control arm and in the treatment."""
     keyword, broken, fixed = change
     return Experiment(
         name=name,
@@ -355,7 +363,7 @@ def llama(name: str, change: Tuple[str, Any, Any], because: str, fix: str, **key
     return pair(name, partial(call, **keywords), change, because, fix, APART, LLAMA)
 
 
-RESTARTED = "end tokens and position ids that restart are there; the mask is causal"
+RESTARTED = "the row has end tokens and position ids that restart, but a plain causal mask"
 LOSS = symptom(r"the row has a loss of \d+\.\d\d over its tokens, its documents have \d+\.\d\d")
 COPIED = symptom(r"the answer has a loss of 0\.\d\d in the row and of \d+\.\d\d alone")
 ONES = ("given", "ones", "positions")
@@ -364,37 +372,104 @@ TRL = {**LLAMA, "trl": ">=1.0"}
 probe = Probe(
     experiments=(pair("mask", pack, DOCUMENTS, RESTARTED, BLOCKS),),
     variants=(
-        pair("mask-rotary", partial(pack, rotary=True), DOCUMENTS, "the same, rotary positions", BLOCKS),
-        pair("rotary-running", partial(pack, rotary=True, restart=False), DOCUMENTS, "rotary positions run on", BLOCKS),
+        pair("mask-rotary", partial(pack, rotary=True), DOCUMENTS, RESTARTED + ", with rotary positions", BLOCKS),
         pair(
-            "positions", pack, ("restart", False, True), "the mask is right, learned positions run on", "they restart"
+            "rotary-running",
+            partial(pack, rotary=True, restart=False),
+            DOCUMENTS,
+            "rotary positions continue across documents, and the mask is causal",
+            BLOCKS,
         ),
-        pair("border-label", label, ("border", False, True), "a label at the border", "-100 at the border", LOSS),
-        pair("training", train, DOCUMENTS, "neighbours share an answer, and the model copies it", BLOCKS, COPIED),
-        pair("flex", partial(pack, flex=True), DOCUMENTS, "flex_attention", BLOCKS, APART, {"torch": ">=2.6"}),
-        llama("transformers", ("given", "nothing", "positions"), "no position ids", "DataCollatorWithFlattening"),
-        llama("transformers-ones", ONES, "position ids restart, the mask is all ones", "no attention mask"),
-        llama("transformers-eager", ONES, "the same with eager attention", "no attention mask", implementation="eager"),
-        llama("transformers-cache", ("cache", True, False), "the model keeps a cache", "no cache", given="positions"),
-        llama("transformers-4d", ("given", "ones", "4d"), "a 2D mask of ones", "a 4D mask, as LLaMA-Factory makes it"),
+        pair(
+            "positions",
+            pack,
+            ("restart", False, True),
+            "the mask is right, but learned positions continue across documents",
+            "the positions restart in each document",
+        ),
+        pair(
+            "border-label",
+            label,
+            ("border", False, True),
+            "the first token of the second document has a label, which the first document must predict",
+            "the label at the boundary is -100",
+            LOSS,
+        ),
+        pair(
+            "training",
+            train,
+            DOCUMENTS,
+            "neighbours in a row share an answer, and the model learns to copy it",
+            BLOCKS,
+            COPIED,
+        ),
+        pair(
+            "flex",
+            partial(pack, flex=True),
+            DOCUMENTS,
+            "flex_attention gets a causal block mask without document boundaries",
+            "the block mask lets each token see its own document only",
+            APART,
+            {"torch": ">=2.6"},
+        ),
+        llama(
+            "transformers",
+            ("given", "nothing", "positions"),
+            "the model gets no position ids",
+            "DataCollatorWithFlattening passes position ids that restart",
+        ),
+        llama(
+            "transformers-ones",
+            ONES,
+            "position ids restart, but an attention mask of all ones hides the boundaries",
+            "position ids restart, and no attention mask is passed",
+        ),
+        llama(
+            "transformers-eager",
+            ONES,
+            "with eager attention, an attention mask of all ones hides the boundaries",
+            "with eager attention, no attention mask is passed",
+            implementation="eager",
+        ),
+        llama(
+            "transformers-cache",
+            ("cache", True, False),
+            "position ids restart, but the model keeps a cache, which hides the boundaries",
+            "position ids restart, and the cache is off",
+            given="positions",
+        ),
+        llama(
+            "transformers-4d",
+            ("given", "ones", "4d"),
+            "the model gets a 2D attention mask of ones",
+            "the model gets a 4D mask with the boundaries, as LLaMA-Factory builds it",
+        ),
         pair(
             "transformers-rows",
             call_multimodal,
             ("rows", 2, 4),
-            "Qwen2.5-VL, position ids of two dimensions",
-            "four rows of position ids",
+            "Qwen2.5-VL gets position ids of two dimensions, in which it finds no boundaries",
+            "Qwen2.5-VL gets four rows of position ids",
             packages={**TORCH, "transformers": ">=5.0"},
         ),
         pair(
             "transformers-hybrid",
             call_hybrid,
             ("packed", True, False),
-            "a layer of linear attention; position ids restart, no mask, no cache",
-            "a padded batch, one document in a row",
+            "a layer of linear attention carries its state into the second document, although position ids restart",
+            "a padded batch has one document in each row",
             packages={**TORCH, "transformers": ">=5.0"},
         ),
-        pair("trl", pack_by_trl, ("strategy", "wrapped", "bfd"), "TRL packs wrapped", "TRL packs bfd", APART, TRL),
+        pair(
+            "trl",
+            pack_by_trl,
+            ("strategy", "wrapped", "bfd"),
+            "TRL packs with the strategy wrapped, which keeps no document boundaries",
+            "TRL packs with the strategy bfd, which keeps the boundaries",
+            APART,
+            TRL,
+        ),
     ),
     check=check,
-    params={"config": Param("path", "the file that the job reads")},
+    params={"config": Param("path", "the training configuration that the job reads")},
 )

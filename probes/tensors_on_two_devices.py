@@ -1,4 +1,4 @@
-"""One operand was not moved to the GPU: a plain attribute, a constant, a part of the batch, a class weight."""
+"""One operand stays on the CPU: a plain attribute, a constant, a part of the batch, the weights of a loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kb.probe import (
 
 @contextmanager
 def gpu(ctx: Context, index: int = 0) -> Iterator[Any]:
-    """The GPU of this rank; without one a device of that name on which torch computes devices and shapes alone."""
+    """Yields the GPU of this rank, or a fake cuda device on which torch only tracks devices and shapes."""
     import torch
 
     if ctx.device.type == "cuda":
@@ -42,12 +42,12 @@ def gpu(ctx: Context, index: int = 0) -> Iterator[Any]:
         try:
             torch.ones(2, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise Unavailable(f"no fake cuda device in torch {torch.__version__}") from error
+            raise Unavailable(f"torch {torch.__version__} has no fake cuda device") from error
         yield device
 
 
-def forward(ctx: Context, *, registered: bool, on_meta: bool = False) -> None:
-    """A module with a table: a plain attribute, which .to() leaves where it is, or a buffer."""
+def add_table(ctx: Context, *, registered: bool, on_meta: bool = False) -> None:
+    """Runs a module whose table is a plain attribute, which .to() does not move, or (`registered`) a buffer."""
     import torch
 
     class Positions(torch.nn.Module):  # type: ignore[misc]
@@ -66,11 +66,11 @@ def forward(ctx: Context, *, registered: bool, on_meta: bool = False) -> None:
         model = Positions().to(device)
         ctx.reached()
         assert model(torch.ones(2, 4, device=device)).device == device
-        assert not model.state_dict()  # no name that older checkpoints lack
+        assert not model.state_dict()  # older checkpoints lack no name
 
 
-def constant(ctx: Context, *, follows: bool) -> None:
-    """Positions that forward makes anew."""
+def create_constant(ctx: Context, *, follows: bool) -> None:
+    """Creates positions in forward, on the CPU or (`follows`) on the device of the hidden states."""
     import torch
 
     with gpu(ctx) as device:
@@ -83,8 +83,8 @@ def constant(ctx: Context, *, follows: bool) -> None:
         assert (hidden + positions.unsqueeze(-1)).device == device
 
 
-def scalar(ctx: Context, *, zero_dim: bool) -> None:
-    """A CPU tensor without dimensions counts as a number, one of shape (1,) does not."""
+def multiply_by_factor(ctx: Context, *, zero_dim: bool) -> None:
+    """torch treats a CPU tensor without dimensions as a number, but not one of shape (1,)."""
     import torch
 
     with gpu(ctx) as device:
@@ -105,23 +105,23 @@ def move(value: object, device: object) -> object:
     return value
 
 
-def batch(ctx: Context, *, nested: bool) -> None:
-    """A batch whose tensors are moved, and in it a dict, whose tensors are moved too or not."""
+def move_batch(ctx: Context, *, nested: bool) -> None:
+    """Moves the tensors of a batch, but those of a dict inside it only if `nested`."""
     import torch
 
     with gpu(ctx) as device:
         host = {"ids": torch.ones(2, 4), "extra": {"mask": torch.ones(2, 4)}, "names": ["a", "b"]}
-        here: Any
+        moved: Any
         ctx.reached()
         if nested:
-            here = move(host, device)
+            moved = move(host, device)
         else:
-            here = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in host.items()}
-        assert (here["ids"] * here["extra"]["mask"]).device == device
+            moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in host.items()}
+        assert (moved["ids"] * moved["extra"]["mask"]).device == device
 
 
-def assign(ctx: Context, *, assigned: bool) -> None:
-    """Tensor.to returns another tensor and leaves this one where it is."""
+def move_inputs(ctx: Context, *, assigned: bool) -> None:
+    """Tensor.to returns a new tensor and does not move the old one."""
     import torch
 
     with gpu(ctx) as device:
@@ -134,8 +134,8 @@ def assign(ctx: Context, *, assigned: bool) -> None:
         assert torch.nn.functional.linear(inputs, weight).device == device
 
 
-def criterion(ctx: Context, *, moved: bool) -> None:
-    """Class weights live in the loss, which is a module beside the model."""
+def weighted_loss(ctx: Context, *, moved: bool) -> None:
+    """The loss holds the class weights; it is a module of its own, which model.to() does not move."""
     import torch
 
     with gpu(ctx) as device:
@@ -147,14 +147,16 @@ def criterion(ctx: Context, *, moved: bool) -> None:
         assert loss_function(logits, labels).device == device
 
 
-def layers(ctx: Context, *, module_list: bool) -> None:
-    """Layers in a Python list belong to no module: .to() and parameters() pass them by."""
+def move_layers(ctx: Context, *, module_list: bool) -> None:
+    """Layers in a Python list belong to no module, so .to() and parameters() skip them."""
     import torch
 
     class Stack(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            blocks = [torch.nn.BatchNorm1d(4, affine=False) for _ in range(2)]  # no weights: fake ones cannot be moved
+            blocks = [
+                torch.nn.BatchNorm1d(4, affine=False) for _ in range(2)
+            ]  # without weights, because .to() cannot move those to a fake device
             self.blocks = torch.nn.ModuleList(blocks) if module_list else blocks
 
     with gpu(ctx) as device:
@@ -164,8 +166,8 @@ def layers(ctx: Context, *, module_list: bool) -> None:
         assert len(list(model.buffers())) == 6
 
 
-def second_rank(ctx: Context, *, follows: bool) -> None:
-    """Rank 1 works on GPU 1; a line of the model says cuda:0."""
+def mask_on_second_rank(ctx: Context, *, follows: bool) -> None:
+    """Rank 1 works on GPU 1, but one line of the model creates a mask on cuda:0."""
     import torch
 
     with gpu(ctx, index=1) as device:
@@ -175,8 +177,8 @@ def second_rank(ctx: Context, *, follows: bool) -> None:
         assert (hidden * mask).device == device
 
 
-def resumed(ctx: Context, *, moved_first: bool) -> None:
-    """State of an optimizer is put where the parameters are at that moment, and model.to moves no optimizer."""
+def resume(ctx: Context, *, moved_first: bool) -> None:
+    """load_state_dict puts the optimizer state on the device of the parameters; a later model.to does not move it."""
     import torch
 
     def start() -> Any:
@@ -203,8 +205,8 @@ def resumed(ctx: Context, *, moved_first: bool) -> None:
     assert all(optimizer.state[weight]["exp_avg"].device == device for weight in model.parameters())
 
 
-def loaded(ctx: Context, *, initialised: bool) -> None:
-    """transformers 5 builds a model on meta: what is not in the checkpoint has no values then."""
+def load_with_transformers(ctx: Context, *, initialised: bool) -> None:
+    """transformers 5 builds a model on meta, so a buffer that is not in the checkpoint gets no values."""
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, initialization  # type: ignore[import-not-found]
 
@@ -230,7 +232,7 @@ def loaded(ctx: Context, *, initialised: bool) -> None:
             if isinstance(module, Positions):
                 initialization.copy_(module.table, torch.arange(4.0))  # transformers.initialization
 
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    torch.use_deterministic_algorithms(True)  # uninitialised memory then holds NaN
     Model(Config()).save_pretrained(ctx.path("model"))
     ctx.reached()
     chosen = Initialised if initialised else Model
@@ -239,7 +241,7 @@ def loaded(ctx: Context, *, initialised: bool) -> None:
         raise Symptom("the table of the loaded model is %s; no error" % table.tolist())
 
 
-# --- the check: where a file makes tensors without a device, or names one ---------------------------------------
+# --- the check: finds code that creates tensors without a device, or on a fixed one -----------------------------
 
 MAKE = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
 MOVES = ("to", "cuda", "type_as", "item", "tolist")
@@ -248,9 +250,9 @@ MOVES = ("to", "cuda", "type_as", "item", "tolist")
 def check(params: Mapping[str, Any]) -> Finding:
     code = params["code"]
     if code is None:
-        return unknown("no code was given to read", advice="--set code=model.py, or a folder")
+        return unknown("no code was named", advice="--set code=model.py, or a folder")
     if not os.path.isfile(code) and not os.path.isdir(code):
-        return unknown("%s is no file or folder, or may not be read" % code, advice="--set code=model.py, or a folder")
+        return unknown("%s is not a file or folder that kb can read" % code, advice="--set code=model.py, or a folder")
     end, read, result = time.monotonic() + 0.5, 0, []
     for file in python_files(str(code), end):
         try:
@@ -262,13 +264,16 @@ def check(params: Mapping[str, Any]) -> Finding:
             continue
     if result:
         return exposed(
-            *result[:10], advice="device=hidden.device, or self.register_buffer(name, value, persistent=False)"
+            *result[:10],
+            advice="pass device=hidden.device, or call self.register_buffer(name, value, persistent=False)",
         )
-    return unknown("nothing suspicious in %d Python files; batches, losses and libraries are not looked at" % read)
+    return unknown(
+        "kb found nothing suspicious in %d Python files; it does not look at batches, losses and libraries" % read
+    )
 
 
 def python_files(code: str, end: float) -> Iterator[str]:
-    """One by one, so that a large tree does not delay the first; none after `end`."""
+    """Yields files one by one, so that a large tree does not delay the first one, and stops at `end`."""
     if not os.path.isdir(code):
         yield code
     for folder, folders, names in os.walk(code):
@@ -281,9 +286,9 @@ def python_files(code: str, end: float) -> Iterator[str]:
 
 
 def suspects(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """In classes with a forward: plain tensor attributes that it uses, factories without a device, and cuda:0.
+    """Finds plain tensor attributes that a forward uses, tensors that it makes without a device, and uses of cuda:0.
 
-    What forward moves anywhere is left out, and so are the attributes of a class with an `_apply` or `to` of its own.
+    Skips whatever forward moves, and the attributes of a class that defines its own `_apply`, `to` or `cuda`.
     """
     for owner in ast.walk(tree):
         if not isinstance(owner, ast.ClassDef):
@@ -299,10 +304,10 @@ def suspects(tree: ast.AST) -> Iterator[Tuple[int, str]]:
         used -= used if methods.keys() & {"_apply", "to", "cuda"} else moved
         for node in ast.walk(methods.get("__init__", ast.Pass())):
             if isinstance(node, ast.Assign) and makes(node.value) and ast.unparse(node.targets[0]) in used:
-                yield node.lineno, "%s is a plain attribute" % ast.unparse(node.targets[0])
+                yield node.lineno, "%s is a plain attribute, which .to() does not move" % ast.unparse(node.targets[0])
         for node in inside:
             if isinstance(node, ast.Call) and makes(node) and id(node) not in excused:
-                yield node.lineno, "%s names no device" % ast.unparse(node)[:60]
+                yield node.lineno, "%s creates a tensor without a device" % ast.unparse(node)[:60]
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
                 if id(node) in excused:
                     continue
@@ -314,7 +319,7 @@ def moves(node: Any) -> bool:
 
 
 def harmless(node: Any) -> Iterator[ast.AST]:
-    """What is moved at once, an index (a GPU takes one from the host), and what an `if` asks."""
+    """Yields what `node` moves at once, an index (a GPU accepts one on the CPU), or a condition."""
     if moves(node):
         yield node.func.value
     elif isinstance(node, ast.Subscript):
@@ -324,7 +329,7 @@ def harmless(node: Any) -> Iterator[ast.AST]:
 
 
 def makes(node: ast.AST) -> bool:
-    """A call such as torch.zeros(3) without a device; a number alone does no harm."""
+    """Is this a call like torch.zeros(3) without a device? torch.tensor(3) is harmless."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return False
     name, is_torch = node.func.attr, ast.unparse(node.func.value) == "torch"
@@ -334,14 +339,14 @@ def makes(node: ast.AST) -> bool:
 
 
 SAME = r"Expected all tensors to be on the same device"
-FAKE = "a GPU: a fake device of that name, by which torch.compile also follows devices and shapes; nothing is computed"
-META = "a GPU: the meta device, which has messages of its own"
+FAKE = "a GPU; torch.compile uses the same fake device to track devices and shapes, without computing anything"
+META = "a GPU; the meta device has its own error messages"
 
 
 def pair(
     name: str, job: Callable[..., None], keyword: str, because: str, fix: str, torch: str = ">=2.13"
 ) -> Experiment:
-    """`keyword` is off in the control arm and on in the treatment."""
+    """The argument `keyword` of `job` is False in the control arm and True in the treatment."""
     control, treatment = partial(job, **{keyword: False}), partial(job, **{keyword: True})
     return Experiment(
         name=name,
@@ -357,8 +362,8 @@ PLAIN, BUFFER = (
     "the table is a plain attribute, and .to() left it on the CPU",
     "the table is a buffer, and .to() moves it",
 )
-attribute = pair("fake", forward, "registered", PLAIN, BUFFER)
-on_meta = partial(forward, on_meta=True)
+attribute = pair("fake", add_table, "registered", PLAIN, BUFFER)
+on_meta = partial(add_table, on_meta=True)
 meta = Experiment(
     name="meta",
     control=Arm(
@@ -372,16 +377,16 @@ meta = Experiment(
 order = Experiment(
     name="resumed",
     control=Arm(
-        partial(resumed, moved_first=False),
+        partial(resume, moved_first=False),
         raised("is not on the expected device|of the same index must be on the same device|" + SAME),
-        "the state is loaded while the model is on the CPU, and .to() leaves it there",
+        "the optimizer state is loaded while the model is on the CPU, and model.to() does not move it",
         "stand-in",
         META,
     ),
     treatment=Arm(
-        partial(resumed, moved_first=True),
+        partial(resume, moved_first=True),
         completed(),
-        "the model is moved, then the state is loaded",
+        "the model is moved first, then the optimizer state is loaded",
         "stand-in",
         META,
     ),
@@ -391,12 +396,14 @@ order = Experiment(
 from_checkpoint = Experiment(
     name="loaded",
     control=Arm(
-        partial(loaded, initialised=False),
+        partial(load_with_transformers, initialised=False),
         symptom(r"the table of the loaded model is \[nan, nan, nan, nan\]; no error"),
-        "the model is built on meta, and the buffer is not in the checkpoint",
+        "transformers builds the model on meta, and the checkpoint does not hold the buffer",
         "cpu",
     ),
-    treatment=Arm(partial(loaded, initialised=True), completed(), "_init_weights sets the buffer too", "cpu"),
+    treatment=Arm(
+        partial(load_with_transformers, initialised=True), completed(), "_init_weights fills the buffer", "cpu"
+    ),
     world_size=1,
     needs=Needs(packages={"torch": ">=2.4", "transformers": ">=5"}, memory_mib=2048),
     deadline_s=60,
@@ -404,21 +411,63 @@ from_checkpoint = Experiment(
 )
 probe = Probe(
     check=check,
-    params={"code": Param("path", "the file of your model, or a folder of Python files, to look for such tensors")},
+    params={"code": Param("path", "the Python file of your model, or a folder of such files")},
     experiments=(
         attribute.on_gpus(gpus=1, needs=Needs(packages={"torch": ">=2.2"}, gpus=1), expected_s=(10.0, 10.0)),
         attribute,
         meta,
     ),
     variants=(
-        pair("constant", constant, "follows", "arange without a device", "arange with that of the hidden states"),
-        pair("batch", batch, "nested", "only tensors at the first level are moved", "tensors at all levels are moved"),
-        pair("assigned", assign, "assigned", "the result of .to() is thrown away", "the result is assigned"),
-        pair("criterion", criterion, "moved", "the class weights are on the CPU", "the loss is moved"),
-        pair("list", layers, "module_list", "the layers are in a Python list", "the layers are in a ModuleList"),
-        pair("cuda-0", second_rank, "follows", "cuda:0 is written in a line", "the device of the other operand"),
+        pair(
+            "constant",
+            create_constant,
+            "follows",
+            "forward calls arange without a device",
+            "forward calls arange with the device of the hidden states",
+        ),
+        pair(
+            "batch",
+            move_batch,
+            "nested",
+            "only the tensors at the top level of the batch are moved",
+            "the tensors at all levels of the batch are moved",
+        ),
+        pair(
+            "assigned",
+            move_inputs,
+            "assigned",
+            "the result of inputs.to() is discarded",
+            "the result of inputs.to() is assigned",
+        ),
+        pair(
+            "criterion",
+            weighted_loss,
+            "moved",
+            "the class weights in the loss are on the CPU",
+            "the loss is moved to the GPU",
+        ),
+        pair(
+            "list",
+            move_layers,
+            "module_list",
+            "the layers are in a Python list, which .to() skips",
+            "the layers are in a ModuleList",
+        ),
+        pair(
+            "cuda-0",
+            mask_on_second_rank,
+            "follows",
+            "rank 1 creates a mask on cuda:0",
+            "the mask is created on the device of the other operand",
+        ),
         order,
         from_checkpoint,
-        pair("zero-dim", scalar, "zero_dim", "a CPU tensor of shape (1,)", "a CPU tensor without dimensions"),
+        pair(
+            "zero-dim",
+            multiply_by_factor,
+            "zero_dim",
+            "the factor is a CPU tensor of shape (1,)",
+            "the factor is a CPU tensor without dimensions",
+        ),
     ),
 )
