@@ -1,4 +1,4 @@
-"""Float32 LoRA adapters and a bfloat16 base end up in one FSDP unit, which flattens them into one tensor."""
+"""FSDP flattens a unit into one tensor, and float32 LoRA adapters and a bfloat16 base are in the same unit."""
 
 from collections import OrderedDict
 from functools import partial
@@ -8,7 +8,7 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, Unavailabl
 
 
 def wrap_and_train(ctx: Context, *, own_units: bool) -> None:
-    """As get_peft_model and FSDP do it, with the two settings that people try first: both are on, and neither helps."""
+    """Wraps a LoRA model in FSDP, with use_orig_params and MixedPrecision, which people try first but do not help."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
@@ -22,7 +22,10 @@ def wrap_and_train(ctx: Context, *, own_units: bool) -> None:
         mixed_precision=MixedPrecision(param_dtype=base, reduce_dtype=base),
     )
     frozen = nn.Linear(8, 8, dtype=base).requires_grad_(False)
-    adapters = [nn.Linear(8, 2, dtype=torch.float32), nn.Linear(2, 8, dtype=torch.float32)]  # as PEFT makes them
+    adapters = [
+        nn.Linear(8, 2, dtype=torch.float32),
+        nn.Linear(2, 8, dtype=torch.float32),
+    ]  # the dtype in which PEFT creates them
     ctx.reached()
     if own_units:
         adapters = [shard(adapter) for adapter in adapters]
@@ -32,12 +35,12 @@ def wrap_and_train(ctx: Context, *, own_units: bool) -> None:
     output.float().sum().backward()
     assert output.dtype == base, output.dtype
     gradients = torch.tensor(sum(weight.grad is not None for weight in wrapped.parameters()))
-    dist.all_reduce(gradients)  # the shard of one rank may hold frozen weights only
+    dist.all_reduce(gradients)  # one rank's shard may contain only frozen weights
     assert gradients.item() >= 4, gradients
 
 
 def wrap_quantized(ctx: Context, *, one_storage_dtype: bool) -> None:
-    """Packed 4-bit weights: bytes, as uint8 or read as bfloat16. FSDP only moves them."""
+    """Wraps packed 4-bit weights, stored as uint8 or as bfloat16. FSDP moves their bytes without reading them."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -49,18 +52,20 @@ def wrap_quantized(ctx: Context, *, one_storage_dtype: bool) -> None:
     ctx.reached()
     wrapped = FullyShardedDataParallel(model, device_id=ctx.device, use_orig_params=True)
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        assert torch.equal(wrapped.module.packed.view(torch.uint8), packed), "other bytes"
+        assert torch.equal(wrapped.module.packed.view(torch.uint8), packed), "FSDP has changed the bytes"
 
 
 def upcast(ctx: Context, *, own_units: bool) -> None:
-    """Packed weights beside a trainable adapter, and what accelerate does after the wrapping, with mixed precision."""
+    """Upcasts trainable units to float32 after the wrapping, as accelerate does; one may contain packed weights."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
     ctx.init_process_group(timeout_s=10)
-    packed = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)  # each pattern of 16 bits, 254 of them a NaN of bfloat16
-    seen = []
+    packed = torch.arange(-(1 << 15), 1 << 15).to(
+        torch.int16
+    )  # every 16-bit pattern; 254 of them are a NaN in bfloat16
+    packed_in_forward = []
 
     class Layer(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -69,7 +74,7 @@ def upcast(ctx: Context, *, own_units: bool) -> None:
             self.adapter = nn.Linear(8, 2, dtype=torch.bfloat16)
 
         def forward(self, hidden: Any) -> Any:
-            seen.append(self.weight.detach().view(torch.int16).cpu())
+            packed_in_forward.append(self.weight.detach().view(torch.int16).cpu())
             return self.adapter(hidden)
 
     shard = partial(
@@ -89,13 +94,13 @@ def upcast(ctx: Context, *, own_units: bool) -> None:
             flat.data = flat.data.to(torch.float32)
             unit._handle._orig_param_dtype = torch.float32
     wrapped(torch.randn(4, 8))
-    changed = int((seen[0] != packed).sum())
+    changed = int((packed_in_forward[0] != packed).sum())
     if changed:
-        raise Symptom("%d of 65536 packed values are others" % changed)
+        raise Symptom("%d of 65536 packed values have changed" % changed)
 
 
 def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
-    """FSDP2 compares the trainable parameters of one unit, here with MixedPrecisionPolicy on."""
+    """FSDP2 requires one dtype for the trainable parameters of a unit, even with a MixedPrecisionPolicy."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -103,7 +108,7 @@ def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
     try:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     except ImportError as error:
-        raise Unavailable(f"no fully_shard in torch {torch.__version__}") from error
+        raise Unavailable(f"torch {torch.__version__} has no fully_shard") from error
     if not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
         raise Unavailable(f"FSDP2 of torch {torch.__version__} fails on the CPU")
     ctx.init_process_group(timeout_s=10)
@@ -122,7 +127,7 @@ def shard_fsdp2(ctx: Context, *, own_units: bool) -> None:
 
 
 def call(ctx: Context, *, under_autocast: bool) -> None:
-    """A bfloat16 layer and a float32 input: what an evaluation outside autocast does."""
+    """Calls a bfloat16 layer with a float32 input, as an evaluation outside autocast does."""
     import torch
 
     device = ctx.device
@@ -138,7 +143,7 @@ def call(ctx: Context, *, under_autocast: bool) -> None:
 
 
 def cast(ctx: Context, *, to_weight: bool) -> None:
-    """A module of your own that is called with another dtype than its weight has."""
+    """Calls a custom module with an input whose dtype differs from that of its weight."""
     import torch
 
     class Head(torch.nn.Module):  # type: ignore[misc]
@@ -159,7 +164,7 @@ def cast(ctx: Context, *, to_weight: bool) -> None:
 
 
 def feed_packed(ctx: Context, *, guarded: bool) -> None:
-    """The same cast before a layer that stores bytes and, as those of bitsandbytes do, casts its input itself."""
+    """Casts the input before a layer that stores bytes and casts its input itself, as the layers of bitsandbytes do."""
     import torch
 
     class Packed(torch.nn.Module):  # type: ignore[misc]
@@ -182,7 +187,7 @@ def feed_packed(ctx: Context, *, guarded: bool) -> None:
 
 
 def write(ctx: Context, *, converted: bool) -> None:
-    """Image features are written into the embeddings, under autocast, which leaves in-place writes alone."""
+    """Writes image features into the embeddings under autocast, which does not convert in-place writes."""
     import torch
 
     hidden = torch.zeros(4, 8, dtype=torch.bfloat16, device=ctx.device)
@@ -201,7 +206,7 @@ FLATTEN = r"Must flatten tensors with uniform dtype but got torch\.\w+ and torch
 LAYER = r"(mat1 and mat2 must have the same dtype|expected m\w*1 and m\w*2 to have the same dtype)"
 PACKED = "a 4-bit or 8-bit layer of bitsandbytes"
 PREPARED = "4-bit weights of bitsandbytes stored as bfloat16, and the casting loop of accelerate's prepare"
-TOGETHER = "float32 adapters and a bfloat16 base in one FSDP unit"
+TOGETHER = "float32 adapters and a bfloat16 base are in one FSDP unit"
 
 
 def pair(
@@ -214,7 +219,7 @@ def pair(
     ranks: int = 2,
     stands_for: str = "",
 ) -> Experiment:
-    """`keyword` is off in the control arm and on in the treatment."""
+    """`keyword` is False in the control arm and True in the treatment arm."""
     fidelity = "stand-in" if stands_for else "cpu"
     control, treatment = partial(job, **{keyword: False}), partial(job, **{keyword: True})
     return Experiment(
@@ -234,8 +239,8 @@ probe = Probe(
             wrap_and_train,
             "own_units",
             FLATTEN,
-            f"{TOGETHER}; use_orig_params and MixedPrecision are on",
-            "each adapter is a unit of its own",
+            f"{TOGETHER}, despite use_orig_params and MixedPrecision",
+            "each adapter is an FSDP unit of its own",
         ),
     ),
     variants=(
@@ -244,7 +249,7 @@ probe = Probe(
             wrap_quantized,
             "one_storage_dtype",
             r"Cannot flatten integer dtype tensors|" + FLATTEN,
-            "packed weights are stored as uint8",
+            "the packed weights are stored as uint8, next to bfloat16 weights",
             "the same bytes are stored as bfloat16",
             stands_for="the 4-bit weights of bitsandbytes with bnb_4bit_quant_storage",
         ),
@@ -252,15 +257,15 @@ probe = Probe(
             name="upcast",
             control=Arm(
                 partial(upcast, own_units=False),
-                symptom(r"25\d of 65536 packed values are others"),
-                because="packed weights and the adapter in one unit, which is cast to float32 and back",
+                symptom(r"25\d of 65536 packed values have changed"),
+                because="packed weights and the adapter are in one unit, which is cast to float32 and back",
                 fidelity="stand-in",
                 stands_for=PREPARED,
             ),
             treatment=Arm(
                 partial(upcast, own_units=True),
                 completed(),
-                because="the adapter is a unit of its own, and only that is cast",
+                because="the adapter is a unit of its own, and only that unit is cast",
                 fidelity="stand-in",
                 stands_for=PREPARED,
             ),
@@ -273,26 +278,40 @@ probe = Probe(
             shard_fsdp2,
             "own_units",
             r"FSDP expects uniform original parameter dtype but got",
-            "trainable weights of two dtypes in one unit of fully_shard, with MixedPrecisionPolicy",
+            "one unit of fully_shard has trainable weights of two dtypes, despite MixedPrecisionPolicy",
             "the float32 part is a unit of its own",
         ),
         pair(
-            "autocast", call, "under_autocast", LAYER, "the call is outside autocast", "it is under autocast", ranks=1
+            "autocast",
+            call,
+            "under_autocast",
+            LAYER,
+            "calls a bfloat16 layer with a float32 input, outside autocast",
+            "calls the layer under autocast",
+            ranks=1,
         ),
-        pair("cast", cast, "to_weight", LAYER, "the input is float32", "it is cast to the weight's dtype", ranks=1),
+        pair(
+            "cast",
+            cast,
+            "to_weight",
+            LAYER,
+            "passes a float32 input to a bfloat16 layer",
+            "casts the input to the weight's dtype",
+            ranks=1,
+        ),
         Experiment(
             name="packed",
             control=Arm(
                 partial(feed_packed, guarded=False),
                 symptom(r"\[0\.25, 0\.5, 1\.75\] arrives as \[0\.0, 0\.0, 1\.0\]"),
-                because="the input is cast to the dtype of a packed weight, which is uint8",
+                because="casts the input to the dtype of a packed weight, which is uint8",
                 fidelity="stand-in",
                 stands_for=PACKED,
             ),
             treatment=Arm(
                 partial(feed_packed, guarded=True),
                 completed(),
-                because="a weight that is no floating-point tensor gives no dtype for the input",
+                because="casts the input only if the weight is a floating-point tensor",
                 fidelity="stand-in",
                 stands_for=PACKED,
             ),
@@ -305,8 +324,8 @@ probe = Probe(
             write,
             "converted",
             r"Index put requires the source and destination dtypes match",
-            "autocast is on, and does not convert what is written in place",
-            "the source is converted",
+            "writes float32 features into a bfloat16 tensor, which autocast does not convert",
+            "converts the features to the dtype of the tensor before writing them",
             ranks=1,
         ),
     ),

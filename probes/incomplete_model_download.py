@@ -1,4 +1,4 @@
-"""A model folder holds a pointer, a web page or half a file in place of the weights; or the file its checksum names."""
+"""A model folder contains a git-lfs pointer, a web page or half a file in place of the weights, and loading fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = b"<!DOCTYPE html><html><head><title>403 Forbidden</title></head></html>"
 
 
 def fetch(ctx: Context, name: str, *, what: str, verified: bool) -> None:
-    """`hub-NAME` is the file as published. What arrives as NAME is something else, unless its checksum is compared."""
+    """Downloads the published file `hub-NAME` as NAME, but damaged; if `verified`, its checksum reveals that."""
     published, local = Path(ctx.path("hub-" + name)), Path(ctx.path(name))
     data = published.read_bytes()
     oid = hashlib.sha256(data).hexdigest()
@@ -27,7 +27,7 @@ def fetch(ctx: Context, name: str, *, what: str, verified: bool) -> None:
     local.write_bytes({"pointer": pointer, "cut": data[: len(data) // 2], "page": PAGE}[what])
     ctx.note(arrived=what, bytes_there=local.stat().st_size, bytes_published=len(data))
     if verified and hashlib.sha256(local.read_bytes()).hexdigest() != oid:
-        local.write_bytes(data)  # git lfs pull, or the download again
+        local.write_bytes(data)  # as git lfs pull does, or a second download
 
 
 def load_torch(ctx: Context, *, what: str, verified: bool, **options: Any) -> None:
@@ -61,7 +61,7 @@ def load_tokenizer(ctx: Context, *, what: str, verified: bool) -> None:
 
 
 def load_by_name(ctx: Context, *, name: str) -> None:
-    """A whole file of torch.save, read as its name says; torch itself does so from 2.13 on."""
+    """Reads a complete file of torch.save with the library that its suffix suggests, as torch does since 2.13."""
     import torch
 
     library: Any = importlib.import_module("safetensors.torch")
@@ -74,7 +74,7 @@ def load_by_name(ctx: Context, *, name: str) -> None:
 
 
 def share(ctx: Context, *, waits: bool) -> None:
-    """Two ranks and one folder: the second finds the file that the first still writes, or waits until it is whole."""
+    """Two ranks share a folder. Rank 1 reads the file while rank 0 still writes it, or waits until it is complete."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=15)
@@ -111,7 +111,9 @@ def share(ctx: Context, *, waits: bool) -> None:
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 NEVER_EMPTY = ("tokenizer.model", "tokenizer.json", "config.json", "vocab.txt", "vocab.json", "merges.txt")
-JSON = re.compile(r"(.*[-_.])?(config|index|vocab|map|tokens|tokenizer)\.json")  # what libraries write, no logs
+JSON = re.compile(
+    r"(.*[-_.])?(config|index|vocab|map|tokens|tokenizer)\.json"
+)  # files that libraries write, but no logs
 ANSWER = re.compile(
     rb"404\b|(entry |repository )?not found|access to model |unauthorized|invalid (username|credentials)", re.I
 )
@@ -119,34 +121,34 @@ SECONDS = 0.6
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is a file of this model folder not what its name says, and do the shards exist that the index names?"""
+    """Does each file of this model folder contain what its name says, and does every shard of the index exist?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no model folder was named", advice="--set checkpoint=/path/to/model, a folder or one file")
+        return unknown("no model folder was named", advice="add --set checkpoint=/path/to/model, a folder or one file")
     try:
-        names = [path] if not path.is_dir() else sorted(path.iterdir())[:2000]
-        found = _look(names)
+        files = [path] if not path.is_dir() else sorted(path.iterdir())[:2000]
+        found = _examine(files)
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (path, error.strerror))
-    wrong = found.wrong + (_absent(names) if path.is_dir() else [])
+        return unknown("kb cannot read %s: %s" % (path, error.strerror))
+    wrong = found.wrong + (_absent(files) if path.is_dir() else [])
     if wrong or found.misnamed:
-        advice = "fetch these files again: git lfs pull, or hf download with --revision and --force-download"
+        advice = "download these files again with git lfs pull, or with hf download --revision ... --force-download"
         if not wrong:
-            advice = "read the file with the library that wrote it, or give it back its name; fetching brings the same"
+            advice = "read the file with the library that wrote it, or rename it; a new download brings the same file"
         return exposed(*(wrong + found.misnamed)[:8], advice=advice)
-    if found.unread or not any(name.suffix in WEIGHTS for name in names):
-        return unknown(*(found.unread[:5] or ["no file of weights in %s" % path]))
-    folders = [name.name for name in names if name.is_dir() and not name.name.startswith(".")]
+    if found.unread or not any(name.suffix in WEIGHTS for name in files):
+        return unknown(*(found.unread[:5] or ["%s contains no weights" % path]))
+    folders = [name.name for name in files if name.is_dir() and not name.name.startswith(".")]
     return unknown(
-        "the structure of %d files of %s is whole, their content was not compared" % (len(names) - len(folders), path),
-        *["not looked into: %s" % ", ".join(folders[:5])] * bool(folders),
-        *["only this file was looked at, not its siblings"] * (not path.is_dir()),
-        advice="hf cache verify with --fail-on-missing-files, or sha256sum; see Fix 2",
+        "%d files of %s are complete, but kb did not compare their content" % (len(files) - len(folders), path),
+        *["kb did not read these folders: %s" % ", ".join(folders[:5])] * bool(folders),
+        *["kb read only this file, not the others in its folder"] * (not path.is_dir()),
+        advice="run hf cache verify with --fail-on-missing-files, or sha256sum; see Fix 2",
     )
 
 
 class Found(NamedTuple):
-    """`misnamed` are whole files of another format than their name says."""
+    """`misnamed` are complete files whose name says another format."""
 
     wrong: List[str]
     misnamed: List[str]
@@ -154,29 +156,29 @@ class Found(NamedTuple):
 
 
 def _absent(names: List[Path]) -> List[str]:
-    """Shards that the names of their siblings count, where no index names them."""
+    """Finds shards that are missing by the count in the names of the others (`-00001-of-00004`)."""
     groups: Dict[Tuple[str, str, str], Set[int]] = {}
     for match in (re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})(\.\w+)", path.name) for path in names):
         if match:
             groups.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
     return [
-        "%s-*-of-%s%s: %d of them are there" % (stem, total, suffix, len(there))
-        for (stem, total, suffix), there in groups.items()
-        if len(there) < int(total)
+        "%s-*-of-%s%s: only %d of them exist" % (stem, total, suffix, len(present))
+        for (stem, total, suffix), present in groups.items()
+        if len(present) < int(total)
     ]
 
 
-def _look(names: List[Path]) -> Found:
+def _examine(files: List[Path]) -> Found:
     found = Found([], [], [])
     end = time.monotonic() + SECONDS
-    for name in names:
+    for path in files:
         if time.monotonic() > end:
-            found.unread.append("%s and the rest: out of time, name them one by one" % name)
+            found.unread.append("kb had no time for %s and the files after it; name them one by one" % path)
             break
-        if name.is_symlink() and not name.exists():
-            found.wrong.append("%s: a link to %s, which is not there" % (name, os.readlink(name)))
-        elif name.is_file():
-            found.wrong.extend(_wrong_content(name, found))
+        if path.is_symlink() and not path.exists():
+            found.wrong.append("%s: a link to %s, which does not exist" % (path, os.readlink(path)))
+        elif path.is_file():
+            found.wrong.extend(_wrong_content(path, found))
     return found
 
 
@@ -188,11 +190,11 @@ def _wrong_content(path: Path, found: Found) -> Iterator[str]:
     elif head.lstrip().lower().startswith((b"<!doctype html", b"<html")) and path.suffix not in (".html", ".md"):
         yield "%s: a web page, not the file" % path
     elif path.suffix in WEIGHTS and head.lstrip()[:1] in (b"{", b"["):
-        yield "%s: text, the answer of a server for example: %r" % (path, head[:60])
+        yield "%s: text instead of weights, perhaps the reply of a server: %r" % (path, head[:60])
     elif path.suffix in (*WEIGHTS, ".model", ".json", ".txt") and len(head) < 512 and ANSWER.match(head.lstrip()):
-        yield "%s: the answer of a server, not the file: %r" % (path, head[:60])
+        yield "%s: the reply of a server, not the file: %r" % (path, head[:60])
     elif not head and path.name in NEVER_EMPTY:
-        yield "%s: it is empty" % path
+        yield "%s: the file is empty" % path
     elif path.suffix in WEIGHTS:
         try:
             checkpoint = read_checkpoint(path)
@@ -203,15 +205,17 @@ def _wrong_content(path: Path, found: Found) -> Iterator[str]:
                 found.unread.append(str(error))
             return
         if (path.suffix == ".safetensors") != (checkpoint.format == "safetensors"):
-            found.misnamed.append("%s: a whole file of %s, against its name" % (path, checkpoint.format))
+            found.misnamed.append(
+                "%s: a complete file of the format %s, although its name says another" % (path, checkpoint.format)
+            )
         elif checkpoint.format == "safetensors":
-            yield from _refused(path, checkpoint)
+            yield from _uncovered_bytes(path, checkpoint)
     elif JSON.fullmatch(path.name) and path.stat().st_size < 64 << 20:
         yield from _wrong_json(path)
 
 
-def _refused(path: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """What safetensors refuses besides: bytes that no tensor covers."""
+def _uncovered_bytes(path: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """Finds bytes that no tensor covers, or two: safetensors refuses such files."""
     at = 0
     for tensor in sorted(checkpoint.tensors, key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != at:
@@ -219,36 +223,41 @@ def _refused(path: Path, checkpoint: Checkpoint) -> Iterator[str]:
             return
         at = tensor.stop
     if at != checkpoint.storages["file"]:
-        yield "%s: %d bytes after its last tensor" % (path, checkpoint.storages["file"] - at)
+        yield "%s: the file has %d bytes after its last tensor" % (path, checkpoint.storages["file"] - at)
 
 
 def _wrong_json(path: Path) -> Iterator[str]:
     try:
         content = json.loads(path.read_bytes())
     except RecursionError:
-        return  # too deep for this reader, which says nothing about the file
+        return  # the file is nested too deeply for this reader, but may be correct
     except ValueError as error:
-        yield "%s: not JSON, %s" % (path, str(error)[:100])
+        yield "%s: the file is not JSON: %s" % (path, str(error)[:100])
         return
     if not isinstance(content, dict):
         return
     if "error" in content and set(content) <= {"error", "message", "code"}:
-        yield "%s: the answer of a server, not the file: %s" % (path, json.dumps(content)[:60])
+        yield "%s: the reply of a server, not the file: %s" % (path, json.dumps(content)[:60])
         return
     if path.name == "tokenizer.json" and "model" not in content:
-        yield "%s: no model in it, so it is no tokenizer" % path
+        yield '%s: the file has no "model", so it is not a tokenizer' % path
     shards = content.get("weight_map") if path.name.endswith(".index.json") else None
     named = {name for name in shards.values() if isinstance(name, str)} if isinstance(shards, dict) else set()
     missing = sorted(name for name in named if not (path.parent / name).exists())
     if missing:
-        yield "%s names %d files, %d are not there: %s" % (path, len(named), len(missing), ", ".join(missing[:3]))
+        yield "%s names %d files, of which %d do not exist: %s" % (
+            path,
+            len(named),
+            len(missing),
+            ", ".join(missing[:3]),
+        )
 
 
 OPERAND = r"Unsupported operand %d|invalid load key, '%s'"  # weights_only=True is the default since 2.6
 TORN = r"failed finding central directory"
 RUST = r"deserializing header: (HeaderTooLarge|header too large)"
 RUST_CUT = r"deserializing header: (MetadataIncompleteBuffer|incomplete metadata)"
-WORDS = {"pointer": "a git-lfs pointer", "cut": "the first half", "page": "a web page"}
+WORDS = {"pointer": "a git-lfs pointer", "cut": "the first half of the weights", "page": "a web page"}
 
 
 def pair(name: str, job: Callable[..., None], what: str, pattern: str, package: str = "", **options: Any) -> Experiment:
@@ -257,13 +266,13 @@ def pair(name: str, job: Callable[..., None], what: str, pattern: str, package: 
         control=Arm(
             partial(job, what=what, verified=False, **options),
             expect=raised(pattern),
-            because="what arrived is loaded as it is: %s" % WORDS[what],
+            because="loads the file that arrived, which is %s" % WORDS[what],
             fidelity="cpu",
         ),
         treatment=Arm(
             partial(job, what=what, verified=True, **options),
             expect=completed(),
-            because="its checksum is compared with the published one, and the file is fetched again",
+            because="compares the checksum with the published one, and downloads the file again",
             fidelity="cpu",
         ),
         world_size=1,
@@ -277,13 +286,13 @@ renamed = Experiment(
     control=Arm(
         partial(load_by_name, name="model.safetensors"),
         expect=raised(RUST),
-        because="a whole file of torch.save is called model.safetensors and read as such",
+        because="reads a complete file of torch.save as safetensors, because it is named model.safetensors",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(load_by_name, name="pytorch_model.bin"),
         expect=completed(),
-        because="it has a name that says what it is, and torch.load reads it",
+        because="the same file is named pytorch_model.bin, and torch.load reads it",
         fidelity="cpu",
     ),
     world_size=1,
@@ -296,13 +305,13 @@ shared = Experiment(
     control=Arm(
         partial(share, waits=False),
         expect=raised(TORN),
-        because="a rank reads the file that another one still writes",
+        because="rank 1 reads the file while rank 0 is still writing it",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(share, waits=True),
         expect=completed(),
-        because="one rank fetches it, the others wait",
+        because="local rank 0 downloads the file while the others wait at a barrier",
         fidelity="cpu",
     ),
     expected_s=(0.4, 0.3),
@@ -310,7 +319,7 @@ shared = Experiment(
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a model folder or one file of it; nothing in it is run")},
+    params={"checkpoint": Param("path", "a model folder or one file of it; kb runs no code from it")},
     experiments=(pair("torch", load_torch, "pointer", OPERAND % (118, "v")),),
     variants=(
         pair("cut", load_torch, "cut", TORN),

@@ -1,4 +1,4 @@
-"""An adapter is selected from a state dict by name; those of a wrapped model match nothing, those of the model do."""
+"""A save selects the adapter's tensors by name. The names of a wrapped model do not match, so the file is empty."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build() -> Any:
 
 
 def with_lora() -> Any:
-    """The base model with a low-rank pair of matrices beside q_proj. B starts at zero, as it does everywhere."""
+    """The base model with low-rank matrices A and B next to q_proj. B starts at zero, as PEFT initialises it."""
     import torch
     from torch import nn
 
@@ -75,7 +75,7 @@ def train(model: Any, device: Any) -> Any:
 
 
 def save_and_load(ctx: Context, *, bare_names: bool) -> None:
-    """DDP around the model, as in a Trainer. The adapter is what the bare model calls lora_*; the rest stays."""
+    """Wraps the model in DDP, as a Trainer does, and saves the tensors that the bare model calls lora_*."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -92,7 +92,7 @@ def save_and_load(ctx: Context, *, bare_names: bool) -> None:
 
 
 def save_compiled(ctx: Context, *, in_place: bool) -> None:
-    """torch.compile puts a module around the model, the method `compile` does not. Neither is run."""
+    """`torch.compile` wraps the model in another module, but the method `compile` does not. Runs no compiled model."""
     import torch
 
     bare = model = with_lora()
@@ -104,7 +104,7 @@ def save_compiled(ctx: Context, *, in_place: bool) -> None:
         try:
             model = torch.compile(bare, backend="eager")
         except RuntimeError as error:
-            raise Unavailable("torch.compile does not work here: %s" % error) from error
+            raise Unavailable("torch.compile does not work on this machine: %s" % error) from error
     state = model.state_dict()
     adapter = {name: state[name] for name in state if name.startswith(("lora_A.", "lora_B."))}
     torch.save(adapter, ctx.path("adapter.pt"))
@@ -112,7 +112,7 @@ def save_compiled(ctx: Context, *, in_place: bool) -> None:
 
 
 def load_and_judge(adapter: Mapping[str, Any], size: int, answer: Any) -> None:
-    """Into a new model, as PEFT does: without an error for what is missing."""
+    """Loads the adapter into a new model without an error for missing tensors, as PEFT does."""
     import torch
 
     fresh, tokens = with_lora().to(answer.device), torch.tensor(PROMPT, device=answer.device)
@@ -133,7 +133,7 @@ def judge(tensors: int, size: int, arrived: int, is_base: bool) -> None:
 
 
 def rename_and_load(ctx: Context, *, wrappers: Sequence[str]) -> None:
-    """An adapter file with the names of five wrappers, one inside the other; those of `wrappers` are taken out."""
+    """An adapter file whose tensor names contain five nested wrappers. Removes the names in `wrappers` and loads it."""
     import torch
     from torch import nn
 
@@ -153,7 +153,7 @@ def rename_and_load(ctx: Context, *, wrappers: Sequence[str]) -> None:
 
 
 def rename_file(ctx: Context, *, renames: bool) -> None:
-    """The same as a safetensors file, renamed by the code that the entry prints."""
+    """A safetensors file whose tensor names contain two wrappers, renamed by the code that the entry prints."""
     from torch import nn
 
     bare = with_lora()
@@ -183,7 +183,7 @@ def rename_file(ctx: Context, *, renames: bool) -> None:
 
 
 def libraries() -> Tuple[Any, Any]:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else accelerate waits for a launcher
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, accelerate would wait for other ranks
         os.environ.pop(name, None)
     return importlib.import_module("peft"), importlib.import_module("accelerate").Accelerator(cpu=True)
 
@@ -203,7 +203,7 @@ def build_net() -> Any:
 
 
 def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
-    """PEFT and accelerate themselves, with the model that torch.compile returned, which is never run."""
+    """Saves the model that torch.compile returned with PEFT and accelerate. The compiled model never runs."""
     import torch
 
     peft, accelerator = libraries()
@@ -222,11 +222,11 @@ def save_and_load_peft(ctx: Context, *, bare_names: bool) -> None:
     inner.save_pretrained(ctx.path("after the merge"))
     merged = next(Path(ctx.path("after the merge")).glob("adapter_model.*"))
     ctx.note(bytes_after_the_merge=merged.stat().st_size)
-    assert not read_checkpoint(merged).tensors, "an adapter is left after the merge"
+    assert not read_checkpoint(merged).tensors, "the file still contains an adapter after the merge"
 
 
 def save_wrapped_layer(ctx: Context, *, by_hand: bool) -> None:
-    """A wrapper around a layer: its name is in the paths that PEFT 0.21 looks for, and not in the state dict."""
+    """PEFT 0.21 looks for the name of a layer's activation-checkpointing wrapper, which the state dict lacks."""
     peft, accelerator = libraries()
     wrappers: Any = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     model = peft.get_peft_model(build_net(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
@@ -258,10 +258,10 @@ def load_with_peft(ctx: Context, peft: Any, answer: Any) -> None:
     with warnings.catch_warnings(record=True) as output:
         warnings.simplefilter("always")
         loaded = peft.PeftModel.from_pretrained(build_net(), ctx.path("adapter"))
-    ctx.note(said_while_loading=[str(item.message)[:80] for item in output], bytes=file.stat().st_size)
+    ctx.note(warnings_while_loading=[str(item.message)[:80] for item in output], bytes=file.stat().st_size)
     arrived = sum("lora_" in name and bool(item.abs().sum()) for name, item in loaded.state_dict().items())
     is_base = bool(torch.equal(loaded(tokens), build_net()(tokens)))
-    arrived = 0 if is_base else arrived  # A is never zero, so B decides
+    arrived = 0 if is_base else arrived  # A is never zero, so equal answers mean that B was not loaded
     judge(len(read_checkpoint(file).tensors), file.stat().st_size, arrived, is_base)
     assert torch.allclose(loaded(tokens), answer)
 
@@ -271,60 +271,81 @@ KINDS = ("lora_", "hada_", "lokr_", "oft_", "vera_lambda", "ia3_", "prompt_embed
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are there adapter weights in this file, under names that PEFT writes, and has B left zero?"""
+    """Does this file contain adapter weights, with names as PEFT writes them, and has training changed B?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no adapter was named", advice="--set checkpoint=/path/to/adapter_model.safetensors")
+        return unknown("no adapter was named", advice="add --set checkpoint=/path/to/adapter_model.safetensors")
     try:
         read: Checkpoint = read_checkpoint(path)
     except Unreadable as error:
         return unknown(str(error))
+    return judge_file(path, read)
+
+
+def judge_file(path: Path, read: Checkpoint) -> Finding:
     names = [tensor.name for tensor in read.tensors]
     adapter = [name for name in names if any(kind in name for kind in KINDS)]
-    message = "%d tensors, %d of them of an adapter" % (len(names), len(adapter))
+    message = "the file has %d tensors, %d of them adapter tensors" % (len(names), len(adapter))
     if not adapter:
         if not names:
-            return exposed(message, advice="train on from a checkpoint that has them; the names were lost while saving")
-        return unknown(message + ": a whole model, or an adapter of a kind that is not known here")
-    inside = set(WRAPPERS) - {"module"}  # a layer may be called so
+            return exposed(
+                message, advice="resume training from a checkpoint that contains the adapter; the save lost it"
+            )
+        return unknown(message + ": it is a whole model, or an adapter of a kind that kb does not know")
+    inside = set(WRAPPERS) - {"module"}  # a layer may be called "module"
     wrapped = [name for name in adapter if name.startswith("module.") or inside & set(name.split("."))]
     if wrapped:
         return exposed(
-            message, "names of a wrapper, PEFT will not find them: %s" % wrapped[0], advice="rename and reload"
+            message,
+            "%d names contain a wrapper, so PEFT will not find them: %s" % (len(wrapped), wrapped[0]),
+            advice="rename the tensors as the entry's Fix shows, and load the file again",
         )
     empty = [tensor.name for tensor in read.tensors if tensor.name in adapter and 0 in tensor.shape]
     if empty:
-        return exposed(message, "%d without elements, %s" % (len(empty), empty[0]), advice="see zero3-empty-weights")
+        return exposed(
+            message,
+            "%d adapter tensors have no elements, for instance %s" % (len(empty), empty[0]),
+            advice="kb show zero3-empty-weights",
+        )
     zero = _zero_b(path, read) if read.format == "safetensors" else None
     if zero:
-        return exposed(message, zero, advice="it was saved before the first step, or nothing was trained")
+        return exposed(
+            message,
+            zero,
+            advice="check whether it was saved before the first step, and whether the adapter was trainable",
+        )
     if len(names) > 2 * len(adapter):
-        return exposed(message, "more other tensors than adapter: the base model was saved with it")
+        return exposed(message, "most tensors are not of the adapter: the base model was saved with it")
     strange = [n for n in adapter if not n.startswith("base_model.model.") or "default" in n.split(".")]
     if strange:
-        return unknown(message, "not a name that PEFT writes, some loaders do not take it: %s" % strange[0])
+        return unknown(message, "PEFT does not write names like %s, and some loaders do not accept them" % strange[0])
     if zero is None:
-        return unknown(message, "their names are right; whether they are trained is read from lora_B in safetensors")
+        return unknown(
+            message,
+            "their names are right; kb can tell only from lora_B in safetensors whether the adapter was trained",
+        )
     start = _start_of_b(path.parent / "adapter_config.json")
     if start:
-        return unknown(message, "their names are right; with init_lora_weights %s lora_B was never zero" % start)
-    return clear(message, "lora_B is not zero; the model that loads it must have modules of these names")
+        return unknown(
+            message, "their names are right; with init_lora_weights %s, lora_B does not start at zero" % start
+        )
+    return clear(message, "lora_B is not zero; the model that loads the file must have modules with these names")
 
 
 def _zero_b(path: Path, read: Checkpoint) -> Optional[str]:
-    """A clause when all B matrices begin with zeros, "" when one does not, None without any."""
-    these = [tensor for tensor in read.tensors if "lora_B" in tensor.name]
+    """A finding if all B matrices begin with zeros, "" if one does not, None if there are none."""
+    matrices = [tensor for tensor in read.tensors if "lora_B" in tensor.name]
     with path.open("rb") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
-        for item in these:
+        for item in matrices:
             file.seek(begin + item.start)
             if any(file.read(min(item.stop - item.start, 1 << 16))):
                 return ""
-    return "lora_B of %s is all zero, as before training" % these[0].name if these else None
+    return "every lora_B is zero, as before training, for instance %s" % matrices[0].name if matrices else None
 
 
 def _start_of_b(config: Path) -> str:
-    """The way lora_B was set before training, by the configuration beside the adapter; "" for zeros or unknown."""
+    """How the configuration next to the adapter initialises lora_B; "" if with zeros, or if it does not say."""
     try:
         way = json.loads(config.read_text(encoding="utf-8")).get("init_lora_weights", True)
     except (OSError, ValueError, AttributeError):
@@ -333,14 +354,14 @@ def _start_of_b(config: Path) -> str:
 
 
 EMPTY = r"adapter file holds \d+ tensors in \d+ bytes, 0 of 2 arrive when it is loaded"
-WRAPPED = "the state dict is that of the wrapped model, so no name is one of the adapter"
-BARE = "the state dict is that of the model inside the wrapper"
-STANDS_FOR = "PEFT, which selects the adapter's tensors by the names of the model that it knows"
-
-
-KEPT = "two of five wrappers are taken out of the names of the file, so no name is one of the adapter"
-RENAMED = "all wrappers are taken out of the names"
-LIBRARIES = "the wrappers of torch.compile, DDP, FSDP, Lightning and checkpointing, and PEFT's loading without strict"
+WRAPPED = "saves the state dict of the wrapped model, in which no name matches the adapter"
+BARE = "saves the state dict of the model inside the wrapper"
+STANDS_FOR = "PEFT, which selects the adapter's tensors by the parameter names of its own model"
+KEPT = "removes only two of five wrappers from the tensor names, so no name matches the adapter"
+RENAMED = "removes all wrappers from the tensor names"
+LIBRARIES = (
+    "the wrappers of torch.compile, DDP, FSDP, Lightning and checkpointing, and PEFT, which loads with strict=False"
+)
 
 
 def pair(name: str, fails: Any, works: Any, because: str, fix: str, stands_for: str = "", **more: Any) -> Experiment:
@@ -358,7 +379,7 @@ PEFT = {"torch": ">=2.1", "peft": ">=0.7", "accelerate": ""}
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "adapter_model.safetensors or .bin; nothing in it is run")},
+    params={"checkpoint": Param("path", "adapter_model.safetensors or .bin; kb runs no code from the file")},
     experiments=(
         pair(
             "gloo",
@@ -387,7 +408,7 @@ probe = Probe(
             "rename-file",
             partial(rename_file, renames=False),
             partial(rename_file, renames=True),
-            "the file has the names of two wrappers, and of the adapter",
+            "the tensor names contain two wrappers and the adapter's name, so no name matches the adapter",
             RENAMED,
             LIBRARIES,
             world_size=1,
@@ -398,8 +419,8 @@ probe = Probe(
             "compile-in-place",
             partial(save_compiled, in_place=False),
             partial(save_compiled, in_place=True),
-            "the state dict is that of what torch.compile returned",
-            "the model was compiled by its own method, which adds no name",
+            "saves the state dict of the module that torch.compile returned",
+            "compiles the model with its own method, which adds nothing to the names",
             STANDS_FOR,
             world_size=1,
             needs=Needs(packages={"torch": ">=2.2"}),
@@ -421,8 +442,8 @@ probe = Probe(
             "peft-wrapped-layer",
             partial(save_wrapped_layer, by_hand=False),
             partial(save_wrapped_layer, by_hand=True),
-            "PEFT 0.21 selects by the paths of modules, and the layer has a wrapper of activation checkpointing",
-            "the names with lora_ are taken out of the same state dict by hand",
+            "PEFT 0.21 selects by module path, and activation checkpointing has wrapped the layer",
+            "selects the names with lora_ from the same state dict by hand",
             world_size=1,
             needs=Needs(packages={**PEFT, "peft": ">=0.21", "safetensors": ">=0.4"}),
             deadline_s=60,

@@ -1,4 +1,4 @@
-"""A training goes on from a checkpoint of which a part is missing, or is loaded too early: the loss climbs."""
+"""A run resumes from a checkpoint but restores only a part of it, or in the wrong order: the loss climbs."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from kb.probe import (
 WIDTH, PEAK, STEPS, WATCHED = 256, 0.02, 300, 15
 MOST_FILES = 2000
 OPTIMIZER_NAMES = ("exp_avg", "momentum_buffer", "optimizer", "optim_state")
-# Files of transformers and PEFT that hold weights alone, and files beside them that hold no optimizer.
+# Files of transformers and PEFT that contain only weights, and files next to them that contain no optimizer state.
 WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)")
-BESIDE_WEIGHTS = re.compile(
+NEXT_TO_WEIGHTS = re.compile(
     r"(training_args\.bin|(rng_state\w*|scheduler|scaler)\.(pt|pth)|[^/]*\.(json|jinja|txt|md|model))"
 )
 
 
 def batch(step: int) -> Any:
-    """The same for the same step: the order of the data has no part in this."""
+    """Returns the same batch for the same step, so the order of the data plays no part in this incident."""
     import torch
 
     fixed, random = torch.Generator().manual_seed(7), torch.Generator().manual_seed(step)
@@ -82,7 +82,7 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> List[floa
 
 
 def save(ctx: Context, at: int) -> Tuple[List[float], float]:
-    """Trains up to step `at`, saves, and goes on: the losses without an interruption, and the learning rate."""
+    """Trains up to step `at`, saves and trains on. Returns the losses after step `at`, and the learning rate there."""
     import torch
 
     model = build()
@@ -96,17 +96,19 @@ def save(ctx: Context, at: int) -> Tuple[List[float], float]:
 
 
 def compare(ctx: Context, losses: List[float], expected: List[float], at: int) -> None:
-    """Step by step, against the training that was not interrupted. The first loss shows the weights alone."""
+    """Compares each loss with that of the uninterrupted run. The first loss depends on the weights alone."""
     ctx.note(resumed=[round(loss, 3) for loss in losses], uninterrupted=[round(loss, 3) for loss in expected])
-    assert abs(losses[0] - expected[0]) < 1e-5, "the weights are not those of the checkpoint"
+    assert abs(losses[0] - expected[0]) < 1e-5, "the model does not have the weights of the checkpoint"
     worst = max(range(len(losses)), key=lambda i: losses[i] / expected[i])
     if losses[worst] > 2 * expected[worst]:
         numbers = (losses[worst], at + worst, expected[worst])
-        raise Symptom("the first loss is right, then loss %.2f at step %d, %.2f without the interruption" % numbers)
+        raise Symptom(
+            "the first loss is right, but the loss is %.2f at step %d, and %.2f without the interruption" % numbers
+        )
 
 
 def resume(ctx: Context, *, restores: str, at: int = 240) -> None:
-    """`restores`: the weights alone, those and a warm-up, all but the optimizer, or all."""
+    """`restores`: "weights", "warm-up" (weights, then a rising rate), "no optimizer" (all but its state), or "all"."""
     import torch
 
     expected, rate = save(ctx, at)
@@ -132,11 +134,21 @@ def resume(ctx: Context, *, restores: str, at: int = 240) -> None:
     losses = train(model, optimizer, scheduler, range(at, at + WATCHED))
     compare(ctx, losses, expected, at)
     if restores == "all":
-        assert max(abs(loss - other) for loss, other in zip(losses, expected)) < 1e-5, "equal, step by step"
+        assert max(abs(loss - other) for loss, other in zip(losses, expected)) < 1e-5, (
+            "the losses differ from the uninterrupted run"
+        )
 
 
-def follow(ctx: Context, *, kind: str, restores: str) -> None:
-    """The learning rate 20 steps behind the resume: some schedules compute it from the one before."""
+def rate_after(steps: int, optimizer: Any, scheduler: Any) -> float:
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+def compare_rates(ctx: Context, *, kind: str, restores: str) -> None:
+    """Compares the learning rate 20 steps after the resume: some schedules compute each rate from the previous one."""
     import torch
     from torch.optim import lr_scheduler
 
@@ -145,13 +157,6 @@ def follow(ctx: Context, *, kind: str, restores: str) -> None:
             return lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
         parts = [lr_scheduler.LinearLR(optimizer, 0.01, total_iters=20), lr_scheduler.CosineAnnealingLR(optimizer, 280)]
         return lr_scheduler.SequentialLR(optimizer, parts, milestones=[20])
-
-    def rate_after(steps: int, optimizer: Any, scheduler: Any) -> float:
-        for _ in range(steps):
-            optimizer.step()
-            scheduler.step()
-        rate: float = optimizer.param_groups[0]["lr"]
-        return rate
 
     model = torch.nn.Linear(2, 2)
     optimizer = make_optimizer(model)
@@ -178,11 +183,13 @@ def follow(ctx: Context, *, kind: str, restores: str) -> None:
                 group["lr"] = rate
     resumed = rate_after(20, optimizer, scheduler)
     if abs(resumed - expected) > 0.01 * expected:
-        raise Symptom("20 steps on the rate is %.1e, and %.1e without the interruption" % (resumed, expected))
+        raise Symptom(
+            "20 steps after the resume the rate is %.1e, and %.1e without the interruption" % (resumed, expected)
+        )
 
 
-def extend(ctx: Context, *, total: int) -> None:
-    """A cosine of 300 steps as a function, which is not saved; behind the resume it is made for `total` steps."""
+def change_total(ctx: Context, *, total: int) -> None:
+    """A cosine schedule of 300 steps is a lambda, which is not saved; the resume makes it for `total` steps."""
     import torch
 
     def make_scheduler(optimizer: Any, total: int) -> Any:
@@ -205,12 +212,12 @@ def extend(ctx: Context, *, total: int) -> None:
     scheduler.step()
     rates.append(optimizer.param_groups[0]["lr"])
     if rates[1] > 2 * rates[0]:
-        raise Symptom("the loaded rate is %.1e, and %.1e one step later" % tuple(rates))
+        raise Symptom("the loaded rate is %.1e, and one step later the rate is %.1e" % tuple(rates))
     assert 0.9 * rates[0] < rates[1] < rates[0], rates
 
 
-def regroup(ctx: Context, *, same_order: bool) -> None:
-    """Two weights of one shape, given to the optimizer in another order than before: states go by position."""
+def reorder_weights(ctx: Context, *, same_order: bool) -> None:
+    """Passes two weights of one shape to the new optimizer, whose `load_state_dict` assigns states by position."""
     import torch
 
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False), "b": torch.nn.Linear(4, 4, bias=False)})
@@ -227,11 +234,11 @@ def regroup(ctx: Context, *, same_order: bool) -> None:
     optimizer.load_state_dict(saved)
     moment = optimizer.state[model["a"].weight]["exp_avg"].mean().item()
     if abs(moment - 0.1) > 0.01:
-        raise Symptom("weight a got the moment of b, %.1f instead of 0.1; no error" % moment)
+        raise Symptom("weight a silently received the moment of weight b: %.1f instead of 0.1" % moment)
 
 
-def average(ctx: Context, *, restored: bool) -> None:
-    """An average of the weights is made anew behind the resume: its first update copies the weights."""
+def resume_average(ctx: Context, *, restored: bool) -> None:
+    """The resume creates the average of the weights again. The first update of a new average copies the weights."""
     import torch
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -240,7 +247,7 @@ def average(ctx: Context, *, restored: bool) -> None:
     ema.update_parameters(model)
     ema_before = ema.module.bias.item()
     saved = {"model": model.state_dict(), "ema": ema.state_dict()}
-    torch.nn.init.constant_(model.bias, ema_before + 1.0)  # a step that the average should hardly follow
+    torch.nn.init.constant_(model.bias, ema_before + 1.0)  # the average should hardly follow this step
     ctx.reached()
     resumed = build(seed=1)
     ema = AveragedModel(resumed, multi_avg_fn=get_ema_multi_avg_fn(0.99))
@@ -250,16 +257,16 @@ def average(ctx: Context, *, restored: bool) -> None:
     ema.update_parameters(model)
     moved = ema.module.bias.item() - ema_before
     if moved > 0.1:
-        raise Symptom("the average moved by %.2f in one update, all the way of the weights" % moved)
+        raise Symptom("the average moved by %.2f in one update, as far as the weights" % moved)
     assert abs(moved - 0.01) < 1e-4, moved
 
 
-def scale(ctx: Context, *, restored: bool) -> None:
-    """float16 gradients in the middle of a training that needs a scale of 64; a new scaler begins with 65536."""
+def resume_scaler(ctx: Context, *, restored: bool) -> None:
+    """Resumes a float16 run whose gradients need a loss scale of 64. A new GradScaler starts at 65536."""
     import torch
 
     if not hasattr(torch.amp, "GradScaler"):
-        raise Unavailable("no GradScaler for the CPU in torch %s" % torch.__version__)
+        raise Unavailable("torch %s has no GradScaler for the CPU" % torch.__version__)
     weight = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([weight])
     scaler = torch.amp.GradScaler("cpu")
@@ -277,11 +284,11 @@ def scale(ctx: Context, *, restored: bool) -> None:
         scaler.update()
         skipped += int(torch.equal(before, weight))
     if skipped:
-        raise Symptom("the first %d of 12 steps behind the resume were skipped" % skipped)
+        raise Symptom("the scaler skipped the first %d of 12 steps after the resume" % skipped)
 
 
-def keep_master(ctx: Context, *, renewed: bool) -> None:
-    """The optimizer trains a float32 copy of bfloat16 weights, made before the weights are loaded."""
+def load_below_master(ctx: Context, *, refreshed: bool) -> None:
+    """The optimizer trains a float32 copy of bfloat16 weights. The copy is made before the weights are loaded."""
     import torch
 
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
@@ -289,7 +296,7 @@ def keep_master(ctx: Context, *, renewed: bool) -> None:
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
     model.load_state_dict({"weight": torch.full((1, 4), 3.0)})
     ctx.reached()
-    if renewed:
+    if refreshed:
         for master, weight in zip(masters, model.parameters()):
             master.data.copy_(weight.data)
     losses = []
@@ -305,12 +312,14 @@ def keep_master(ctx: Context, *, renewed: bool) -> None:
         losses.append(loss.item())
     assert losses[0] == 1.0, losses
     if losses[1] > 10:
-        raise Symptom("the first loss is right, 1.0, and the second %.0f: the step wrote the old weights" % losses[1])
+        raise Symptom(
+            "the first loss is right, 1.0, and the second is %.0f: the step wrote back the old weights" % losses[1]
+        )
     assert losses[1] <= 1.0, losses
 
 
 def number_words(ctx: Context, *, ordered: bool) -> None:
-    """Two processes give ids to the same words; strings of a set have another order in each."""
+    """Two processes number the same words. The order of strings in a set differs between processes."""
     order = "sorted(words)" if ordered else "list(words)"
     code = "words = set('a quick brown fox jumps over the lazy dog'.split()); print(*%s)" % order
     ctx.reached()
@@ -326,14 +335,14 @@ def number_words(ctx: Context, *, ordered: bool) -> None:
         orders.append(ran.stdout.split())
     changed = sum(first != second for first, second in zip(*orders))
     if changed:
-        raise Symptom("%d of %d words have another id in the next process" % (changed, len(orders[0])))
+        raise Symptom("%d of %d words have a different id in the next process" % (changed, len(orders[0])))
 
 
-def use_trainer(ctx: Context, *, given_to_train: bool) -> None:
-    """The Trainer of transformers on the CPU: four steps, then the rest of eight from checkpoint-4."""
+def use_trainer(ctx: Context, *, passed_to_train: bool) -> None:
+    """Runs the Trainer of transformers on the CPU for four steps, then to step eight from checkpoint-4."""
     import torch
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, the Trainer would wait for other ranks
         os.environ.pop(name, None)
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
@@ -357,7 +366,7 @@ def use_trainer(ctx: Context, *, given_to_train: bool) -> None:
     Trainer(Net(), TrainingArguments(**common, max_steps=4), train_dataset=samples).train()
     checkpoint = ctx.path("out/checkpoint-4")
     ctx.reached()
-    if given_to_train:
+    if passed_to_train:
         trainer = Trainer(Net(), TrainingArguments(**common, max_steps=8), train_dataset=samples)
         trainer.train(resume_from_checkpoint=checkpoint)
     else:
@@ -365,17 +374,17 @@ def use_trainer(ctx: Context, *, given_to_train: bool) -> None:
         trainer = Trainer(Net(), arguments, train_dataset=samples)
         trainer.train()
     steps = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
-    if len(steps) == 8 and not given_to_train:
-        raise Symptom("the argument was ignored: steps %d to %d were made, not 5 to 8" % (steps[0], steps[-1]))
+    if len(steps) == 8 and not passed_to_train:
+        raise Symptom("the Trainer ignored the argument and ran steps %d to %d, not 5 to 8" % (steps[0], steps[-1]))
     assert max(entry["step"] for entry in trainer.optimizer.state_dict()["state"].values()) == 8
 
 
 def use_accelerate(ctx: Context, *, prepared_first: bool) -> None:
-    """accelerate restores what `prepare` has seen, so a `load_state` before it restores nothing."""
+    """`load_state` restores the objects that `prepare` has seen, so a call before `prepare` restores nothing."""
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, accelerate would wait for other ranks
         os.environ.pop(name, None)
     accelerator = Accelerator(cpu=True)
     model = build()
@@ -398,16 +407,16 @@ def use_accelerate(ctx: Context, *, prepared_first: bool) -> None:
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     states = len(optimizer.state_dict()["state"])
     if not torch.equal(model.weight, weight):
-        raise Symptom("load_state returned, the weights are new and %d of 2 optimizer states are there" % states)
+        raise Symptom("load_state returned, but the weights are new, and the optimizer has %d of 2 states" % states)
     assert states == 2 and scheduler.state_dict()["last_epoch"] == 5
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is there any optimizer state in this checkpoint? Runs nothing in it."""
+    """Does this checkpoint contain optimizer state? The check runs no code from the file."""
     path = params["checkpoint"]
     if path is None:
-        return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-1000")
-    loads = "whether the script loads it, and in which order, cannot be seen here"
+        return unknown("no checkpoint was named", advice="add --set checkpoint=/path/to/checkpoint-1000")
+    order = "kb cannot see whether the script loads it, or in which order"
     if not os.path.isdir(path):
         try:
             names = [tensor.name for tensor in read_checkpoint(path).tensors]
@@ -415,33 +424,38 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
         found = [name for name in names if any(part in name for part in OPTIMIZER_NAMES)]
         if found:
-            return unknown("optimizer state is there, for instance %s" % found[0], loads)
-        return unknown("%d tensors in %s and no optimizer state; another file may have it" % (len(names), path.name))
+            return unknown("the checkpoint contains optimizer state, for instance %s" % found[0], order)
+        return unknown(
+            "%s has %d tensors and no optimizer state; another file may contain it" % (path.name, len(names))
+        )
     try:
         files = [file.relative_to(path).as_posix() for file in islice(path.rglob("*"), MOST_FILES)]
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (path, error))
+        return unknown("kb cannot read %s: %s" % (path, error))
     states = sorted(name for name in files if re.search(r"(^|[/_])optim(izer|_states?)?[^/a-z]", name.lower()))
     if states:
-        return unknown("by its name, optimizer state is there: %s" % ", ".join(states[:3]), loads)
+        return unknown("by their names, these files contain optimizer state: %s" % ", ".join(states[:3]), order)
     weights = [name for name in files if WEIGHTS.fullmatch(name)]
-    others = [name for name in files if name not in weights and not BESIDE_WEIGHTS.fullmatch(name)]
+    others = [name for name in files if name not in weights and not NEXT_TO_WEIGHTS.fullmatch(name)]
     if not weights or others or len(files) >= MOST_FILES:
-        return unknown("what %s holds is not told by the names of its files" % path, advice="name one file of it")
+        return unknown(
+            "the file names in %s do not tell whether it contains optimizer state" % path,
+            advice="add --set checkpoint=FILE with one file of the folder",
+        )
     return exposed(
-        "%s has weights (%s) and no file of an optimizer" % (path, weights[0]),
-        advice="a training that goes on from it begins with new moments: Fix 5",
+        "%s has weights (%s) and no optimizer file" % (path, weights[0]),
+        advice="resume from a checkpoint with optimizer state, or let the learning rate rise slowly: Fix 5",
     )
 
 
-JUMP = symptom(r"the first loss is right, then loss 0\.\d\d at step \d+, 0\.\d\d without the interruption")
+JUMP = symptom(r"the first loss is right, but the loss is 0\.\d\d at step \d+, and 0\.\d\d without the interruption")
 
 
 def pair(
     name: str,
     job: Callable[..., None],
     keyword: str,
-    values: Tuple[Any, Any],  # of the control arm, of the treatment arm
+    values: Tuple[Any, Any],  # in the control arm, in the treatment arm
     expect: Expect,
     because: Tuple[str, str],
     **packages: str,
@@ -460,82 +474,88 @@ def pair(
 
 
 ANY = {"torch": ">=2.1"}
-ALL = "scheduler first, then weights, optimizer and scheduler are loaded: equal to an uninterrupted run, step by step"
-ALONE = "the weights are loaded, optimizer and scheduler are new"
-WARM_UP = "the moments stay lost; the rate rises from 1 % to that of the checkpoint in 1000 steps"
-BUILT_LAST = "the scheduler is built behind the loading of the optimizer, whose rate it overwrites"
-NO_OPTIMIZER = "the scheduler is loaded and the optimizer is not, whose rate is the first one"
-MOMENTS = "weights and learning rate are restored, the moments of AdamW are new"
-MASTER = "weights are loaded behind the making of the float32 copy, which the optimizer trains"
+ALL = "builds the scheduler, then loads weights, optimizer and scheduler: every loss equals an uninterrupted run"
+WEIGHTS_ONLY = "loads the weights, but the optimizer and the scheduler are new"
+WARM_UP = "the moments are new, but the rate rises from 1 % to that of the checkpoint in 1000 steps"
+BUILT_LAST = "the scheduler, built after the optimizer was loaded, overwrites the loaded rate"
+NO_OPTIMIZER = "loads the scheduler but not the optimizer, which keeps its initial rate"
+MOMENTS = "restores the weights and the learning rate, but the moments of AdamW are new"
+MASTER = "loads the weights after the float32 copy was made, and the optimizer trains the old copy"
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a checkpoint: a folder, or a file of torch.save or safetensors")},
-    experiments=(pair("weights-only", resume, "restores", ("weights", "all"), JUMP, (ALONE, ALL), **ANY),),
+    params={"checkpoint": Param("path", "the checkpoint: a folder, or a file written by torch.save or safetensors")},
+    experiments=(pair("weights-only", resume, "restores", ("weights", "all"), JUMP, (WEIGHTS_ONLY, ALL), **ANY),),
     variants=(
         pair(
             "order",
-            partial(follow, kind="warm-up"),
+            partial(compare_rates, kind="warm-up"),
             "restores",
             ("built last", "built first"),
-            symptom(r"20 steps on the rate is 9\.\de-05, and 9\.\de-04 without"),
-            (BUILT_LAST, "it is built first"),
+            symptom(r"20 steps after the resume the rate is 9\.\de-05, and 9\.\de-04 without"),
+            (BUILT_LAST, "the scheduler is built before the optimizer is loaded"),
             **ANY,
         ),
         pair(
             "scheduler-alone",
-            partial(follow, kind="cosine"),
+            partial(compare_rates, kind="cosine"),
             "restores",
             ("scheduler", "scheduler and rate"),
-            symptom(r"20 steps on the rate is 9\.\de-03, and 8\.\de-04 without"),
-            (NO_OPTIMIZER, "the rate of the scheduler is written into the optimizer"),
+            symptom(r"20 steps after the resume the rate is 9\.\de-03, and 8\.\de-04 without"),
+            (NO_OPTIMIZER, "writes the rate of the loaded scheduler into the optimizer"),
             **ANY,
         ),
         pair(
             "longer",
-            extend,
+            change_total,
             "total",
             (1200, STEPS),
-            symptom(r"the loaded rate is 1\.9e-03, and 1\.8e-02 one step later"),
-            ("the schedule is built for more steps, and the rate follows it", "it is built for as many as before"),
+            symptom(r"the loaded rate is 1\.9e-03, and one step later the rate is 1\.8e-02"),
+            (
+                "the resumed schedule has more total steps, so the rate jumps",
+                "the resumed schedule has as many total steps as before",
+            ),
             **ANY,
         ),
         pair("moments", partial(resume, at=60), "restores", ("no optimizer", "all"), JUMP, (MOMENTS, ALL), **ANY),
-        pair("warm-up", resume, "restores", ("weights", "warm-up"), JUMP, (ALONE, WARM_UP), **ANY),
+        pair("warm-up", resume, "restores", ("weights", "warm-up"), JUMP, (WEIGHTS_ONLY, WARM_UP), **ANY),
         pair(
             "positions",
-            regroup,
+            reorder_weights,
             "same_order",
             (False, True),
-            symptom(r"weight a got the moment of b, 10\.0 instead of 0\.1; no error"),
-            ("the weights are given to the optimizer in another order", "the order is that of the names"),
+            symptom(r"weight a silently received the moment of weight b: 10\.0 instead of 0\.1"),
+            (
+                "passes the weights to the new optimizer in a different order",
+                "passes the weights to the optimizer in the same order",
+            ),
             **ANY,
         ),
         pair(
             "ema",
-            average,
+            resume_average,
             "restored",
             (False, True),
             symptom(r"the average moved by 1\.00 in one update"),
-            ("the average is not restored, and starts anew", "the state of the average is loaded too"),
+            ("does not restore the average, which starts again from the weights", "loads the state of the average too"),
             **ANY,
         ),
         pair(
             "scaler",
-            scale,
+            resume_scaler,
             "restored",
             (False, True),
-            symptom(r"the first \d+ of 12 steps behind the resume were skipped"),
-            ("the scaler is new, and its scale too large", "the state of the scaler is loaded"),
+            symptom(r"the scaler skipped the first \d+ of 12 steps after the resume"),
+            ("creates a new scaler, whose scale is too large", "loads the state of the scaler"),
             torch=">=2.3",
         ),
         pair(
             "master",
-            keep_master,
-            "renewed",
+            load_below_master,
+            "refreshed",
             (False, True),
-            symptom(r"the first loss is right, 1\.0, and the second \d\d+: the step wrote the old weights"),
-            (MASTER, "the copy is renewed from the loaded weights"),
+            symptom(r"the first loss is right, 1\.0, and the second is \d\d+: the step wrote back the old weights"),
+            (MASTER, "copies the loaded weights into the float32 copy"),
             **ANY,
         ),
         pair(
@@ -543,16 +563,19 @@ probe = Probe(
             number_words,
             "ordered",
             (False, True),
-            symptom(r"\d of \d words have another id in the next process"),
-            ("ids are given in the order of a set", "ids are given in sorted order"),
+            symptom(r"\d of \d words have a different id in the next process"),
+            ("numbers the words in the order of a set", "numbers the words in sorted order"),
         ),
         pair(
             "trainer",
             use_trainer,
-            "given_to_train",
+            "passed_to_train",
             (False, True),
-            symptom(r"the argument was ignored: steps 1 to 8 were made"),
-            ("resume_from_checkpoint is given to TrainingArguments", "it is given to train()"),
+            symptom(r"the Trainer ignored the argument and ran steps 1 to 8"),
+            (
+                "passes resume_from_checkpoint to TrainingArguments, which ignores it",
+                "passes the checkpoint to train()",
+            ),
             **ANY,
             transformers=">=4.46",
         ),
@@ -561,8 +584,8 @@ probe = Probe(
             use_accelerate,
             "prepared_first",
             (False, True),
-            symptom(r"load_state returned, the weights are new and 0 of 2 optimizer states are there"),
-            ("load_state is called before prepare", "load_state is called behind prepare"),
+            symptom(r"load_state returned, but the weights are new, and the optimizer has 0 of 2 states"),
+            ("calls load_state before prepare, so it restores nothing", "calls load_state after prepare"),
             **ANY,
             accelerate=">=0.30",
         ),

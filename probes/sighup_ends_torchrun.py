@@ -1,4 +1,4 @@
-"""A terminal hangs up while torchrun runs in it under nohup: does the training go on?"""
+"""A terminal hangs up while torchrun runs in it under nohup, and torchrun ends the training."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from kb.probe import (
 
 TORCHRUN = "torch.distributed.run"
 OPTIONS = "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost --nproc-per-node=1"
-# Terminals of these programs outlive the connection; the kernel keeps 15 characters of a name.
-KEEPERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
-# As process 1 of a container these hand on what they get, and an attached `docker run` hands them its hang-up.
+# The terminals of these programs outlive the connection. The kernel stores 15 characters of a name.
+MULTIPLEXERS = ("tmux", "screen", "zellij", "dtach", "abduco", "mosh-server")
+# As process 1 of a container these forward signals, and an attached `docker run` forwards its hang-up to them.
 FORWARDERS = ("tini", "docker-init", "podman-init", "dumb-init", "catatonit")
 LAUNCHERS = re.compile(r"(^|/)(torchrun|accelerate|torch\.distributed\.(run|launch)|accelerate\.commands\.launch)$")
 
 
 def train() -> None:
-    """What a worker runs: it waits for the hang-up, trains some steps, and saves. It needs no torch."""
+    """The worker: waits for the hang-up, trains some steps, and saves. It needs no torch."""
     steps = 10
     if "ignore" in sys.argv:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        steps = 50  # more than the second that it then has
+        steps = 50  # longer than the second that --shutdown-timeout=1 allows
 
     def write(name: str, text: str) -> None:
         part = Path("%s.%d" % (name, os.getpid()))
@@ -62,10 +62,10 @@ def train() -> None:
 
 
 def hang_up(ctx: Context, *, typed: str = "", forked: Optional[Callable[[], None]] = None) -> None:
-    """Start the launcher in a terminal of its own, wait for the worker, and close the terminal.
+    """Starts the launcher in a terminal of its own, waits for the worker, and closes the terminal.
 
-    `typed` is what an interactive bash gets there. `forked` runs in a fork of this process, which is cheaper: in the
-    place of bash, or, with both, as a member of the process group that bash has made for what was typed.
+    `typed` is the line that an interactive bash reads there. `forked` runs in a fork of this process, which is faster:
+    in place of bash, or, with both, in the process group that bash has created for the typed line.
     """
     script = "import os, signal, sys, time\nfrom pathlib import Path\n\n%s\ntrain()\n" % inspect.getsource(train)
     Path("train.py").write_text(script)
@@ -98,10 +98,10 @@ def hang_up(ctx: Context, *, typed: str = "", forked: Optional[Callable[[], None
         if not saved.exists():
             wait_for(lambda: not is_running(parent), 20)
             last = re.search(r"\S*SignalException: .*", log())
-            raise Symptom("the worker was ended in mid-training: %s" % (last.group() if last else log()))
+            raise Symptom("the worker was ended during training: %s" % (last.group() if last else log()))
         if int(saved.read_text()) != parent:
-            raise Symptom("the launcher is gone without a word (%r), and its worker trains on alone" % log())
-        assert wait_for(lambda: not is_running(parent), 20), "torchrun does not end"
+            raise Symptom("the launcher ended without a message (log: %r), and its worker continues alone" % log())
+        assert wait_for(lambda: not is_running(parent), 20), "torchrun is still running 20 s after the save"
         assert "Exception" not in log(), log()
     finally:
         for process in filter(is_running, processes):
@@ -109,9 +109,9 @@ def hang_up(ctx: Context, *, typed: str = "", forked: Optional[Callable[[], None
 
 
 def launch(*options: str, nohup: bool = True, argument: str = "") -> None:
-    """`nohup python -m torch.distributed.run OPTIONS train.py`; torch is imported already."""
+    """Runs `nohup python -m torch.distributed.run OPTIONS train.py` in this process, which has imported torch."""
     if nohup:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # all that nohup does
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup does nothing else
     sys.argv = [TORCHRUN, *OPTIONS.split(), *options, "train.py", *argument.split()]
     with open("train.log", "w") as file:
         os.dup2(file.fileno(), 1)
@@ -150,10 +150,12 @@ def is_running(process: int) -> bool:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Reads /proc: which launchers of this user handle SIGHUP, and have a terminal that can hang up?"""
+    """Do launchers of this user handle SIGHUP and have a terminal that can hang up? Reads /proc."""
     processes = [params["pid"]] if params["pid"] else launchers()
     if not processes:
-        return unknown("no torchrun or accelerate of this user runs here", advice="start the job, or --set pid=12345")
+        return unknown(
+            "this user runs no torchrun or accelerate on this machine", advice="start the job, or add --set pid=12345"
+        )
     findings = [judge(process) for process in processes]
     evidence = [line for finding in findings for line in finding.evidence]
     for state in ("exposed", "unknown", "clear"):
@@ -170,7 +172,7 @@ def launchers() -> List[int]:
             if directory.stat().st_uid == os.getuid() and is_launcher(int(directory.name)):
                 found.append(int(directory.name))
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     return sorted(found)[:8]
 
 
@@ -186,10 +188,11 @@ def judge(process: int) -> Finding:
         cgroup = Path("/proc/%d/cgroup" % process).read_text()
         if not is_launcher(process):
             return unknown(
-                "process %d is no launcher; that of its launcher counts" % process, advice="pgrep -f torchrun"
+                "process %d is not torchrun or accelerate, and kb must examine its launcher" % process,
+                advice="find the launcher with pgrep -f torchrun, and add --set pid=PID",
             )
     except (OSError, ValueError) as error:
-        return unknown("process %d cannot be read: %s" % (process, error))
+        return unknown("kb cannot read process %d: %s" % (process, error))
     hang_up_bit = 1 << (signal.SIGHUP - 1)
     masks = re.findall(r"^(Sig(?:Ign|Cgt)):\s+([0-9a-fA-F]+)$", status, re.M)
     reactions = {name: int(mask, 16) & hang_up_bit for name, mask in masks}
@@ -197,20 +200,22 @@ def judge(process: int) -> Finding:
         return unknown("/proc/%d/status does not say which signals it handles" % process)
     if reactions["SigIgn"]:
         return ends_with_session(process, cgroup, "process %d ignores SIGHUP" % process)
-    how = "handles SIGHUP and then ends its workers" if reactions["SigCgt"] else "is ended by SIGHUP"
-    what = "process %d %s" % (process, how)
+    if reactions["SigCgt"]:
+        reaction = "process %d handles SIGHUP and then ends its workers" % process
+    else:
+        reaction = "SIGHUP ends process %d" % process
     if not terminal:
-        return ends_with_session(process, cgroup, what, "it has no terminal that could hang up")
-    multiplexer = ancestor(parent, KEEPERS)
+        return ends_with_session(process, cgroup, reaction, "it has no terminal that could hang up")
+    multiplexer = ancestor(parent, MULTIPLEXERS)
     if multiplexer:
-        inside = "its terminal belongs to %s, and outlives the connection, not the closing of its window" % multiplexer
-        return unknown(what, inside)
+        window = "its terminal belongs to %s: it survives a lost connection, but not the closing of its window"
+        return unknown(reaction, window % multiplexer)
     if group == foreground:
-        return exposed(what, "it runs in the foreground of a terminal", advice="start it in tmux, or by setsid")
+        return exposed(reaction, "it runs in the foreground of a terminal", advice="start it in tmux, or with setsid")
     return unknown(
-        what,
-        "it is in the background of a terminal; whether the shell will pass a hang-up on cannot be seen",
-        advice="in that shell: disown %1, with the number that jobs prints",
+        reaction,
+        "it runs in the background of a terminal; kb cannot tell whether the shell will send it a hang-up",
+        advice="in that shell run `jobs`, then `disown %1` with the number it prints",
     )
 
 
@@ -218,24 +223,30 @@ def ends_with_session(process: int, cgroup: str, *evidence: str) -> Finding:
     session = re.search(r"session-[^/\s]+\.scope|user@\d+\.service", cgroup)
     if session:
         way = "with KillUserProcesses=yes" if session.group().startswith("session") else "without enable-linger"
-        scope = "it belongs to %s: %s systemd ends it at the last logout" % (session.group(), way)
-        return unknown(*evidence, scope, advice="loginctl show-user $USER -p Linger; the administrator knows the rest")
+        scope = "it belongs to %s: %s systemd ends it at the last logout of the user" % (session.group(), way)
+        return unknown(
+            *evidence,
+            scope,
+            advice="run loginctl show-user $USER -p Linger; ask the administrator for KillUserProcesses",
+        )
     step = re.search(r"job_\d+/step_(?!batch)\w+", cgroup)
     if step:
-        return unknown(*evidence, "it belongs to Slurm's %s, and ends with the command of that step" % step.group())
+        return unknown(
+            *evidence, "it belongs to Slurm's %s, and ends when the command of that step ends" % step.group()
+        )
     try:
-        keeper, numbers = stat_of(1)
+        name, numbers = stat_of(1)
     except (OSError, ValueError) as error:
-        return unknown(*evidence, "process 1 cannot be read: %s" % error)
+        return unknown(*evidence, "kb cannot read process 1: %s" % error)
     if numbers[3]:
-        return unknown(*evidence, "process 1 (%s) has a terminal; with it the container ends, and all in it" % keeper)
-    if process == 1 or keeper in FORWARDERS:
-        return unknown(*evidence, "if `docker run` is attached, process 1 (%s) gets the hang-up of its client" % keeper)
+        return unknown(*evidence, "process 1 (%s) has a terminal: if that hangs up, the whole container ends" % name)
+    if process == 1 or name in FORWARDERS:
+        return unknown(*evidence, "if `docker run` is attached, it forwards its hang-up to process 1 (%s)" % name)
     return clear(*evidence)
 
 
 def stat_of(process: int) -> Tuple[str, List[int]]:
-    """Its name; parent, process group, session, terminal (0: none), and the foreground group of that terminal."""
+    """Name of a process; its parent, group, session, terminal (0 is none), and that terminal's foreground group."""
     name, _, rest = Path("/proc/%d/stat" % process).read_text().partition("(")[2].rpartition(")")
     return name, list(map(int, rest.split()[1:6]))
 
@@ -251,9 +262,9 @@ def ancestor(process: int, names: Tuple[str, ...]) -> str:
     return ""
 
 
-HUNG_UP = r"in mid-training: .*SignalException: Process \d+ got signal: 1$"
+HUNG_UP = r"ended during training: .*SignalException: Process \d+ got signal: 1$"
 NOHUP = "nohup {} &"
-PASSED_ON = "bash passes the hang-up on to its jobs, and torchrun handles what nohup had set to ignore"
+PASSED_ON = "bash sends the hang-up to its jobs, and torchrun's handler replaces the ignore that nohup has set"
 
 
 def experiment(
@@ -277,9 +288,9 @@ def experiment(
 
 
 def typed(name: str, line: str, because: str, *programs: str, **settings: Any) -> Experiment:
-    """`line` is what is typed with the fix."""
-    job, every = partial(hang_up, **settings), ("bash", "nohup", *programs)
-    return experiment(name, partial(job, typed=NOHUP), partial(job, typed=line), (PASSED_ON, because), programs=every)
+    """`line` is the line that the user types in the treatment arm."""
+    job, needed = partial(hang_up, **settings), ("bash", "nohup", *programs)
+    return experiment(name, partial(job, typed=NOHUP), partial(job, typed=line), (PASSED_ON, because), programs=needed)
 
 
 def forked(*options: str, argument: str = "", **settings: Any) -> Callable[[Context], None]:
@@ -287,7 +298,7 @@ def forked(*options: str, argument: str = "", **settings: Any) -> Callable[[Cont
 
 
 WITHOUT_HANDLER = "--signals-to-handle=SIGTERM,SIGINT"
-DELAY = "--shutdown-timeout=1"  # torch 2.12; before, torchrun waits for 30 s
+DELAY = "--shutdown-timeout=1"  # since torch 2.12; older releases always wait for 30 s
 
 probe = Probe(
     check=check,
@@ -296,7 +307,7 @@ probe = Probe(
         typed(
             "setsid",
             "setsid nohup {} &",
-            "setsid puts torchrun into a session of its own, without a terminal and unknown to the shell",
+            "setsid starts torchrun in a session of its own, which has no terminal and is not a job of the shell",
             "setsid",
         ),
     ),
@@ -304,13 +315,13 @@ probe = Probe(
         typed(
             "tmux",
             'tmux -S ./tmux.socket -f /dev/null new-session -d "{}"',
-            "the terminal of torchrun is that of the tmux server, which stays",
+            "torchrun runs in a terminal of the tmux server, which stays open",
             "tmux",
         ),
         typed(
             "disown",
             "nohup {} & disown",
-            "bash has forgotten the job, and passes nothing on to it",
+            "after disown, bash no longer sends the hang-up to the job",
             forked=launch,
         ),
         experiment(
@@ -318,8 +329,8 @@ probe = Probe(
             forked(DELAY, argument="ignore"),
             forked(DELAY, WITHOUT_HANDLER, argument="ignore"),
             (
-                "the training script ignores SIGHUP; torchrun waits for it and then kills it",
-                "torchrun ignores it as well, as nohup has set it",
+                "the script ignores SIGHUP, but torchrun handles it, waits for the worker, and kills it",
+                "torchrun has no handler for SIGHUP, and ignores it as nohup has set it",
             ),
             torch=">=2.12",
         ),
@@ -327,8 +338,11 @@ probe = Probe(
             "signals-to-handle",
             forked(WITHOUT_HANDLER, nohup=False),
             forked(WITHOUT_HANDLER),
-            ("torchrun has no handler for SIGHUP and is ended by it", "no handler replaces what nohup has set"),
-            pattern="launcher is gone without a word",
+            (
+                "torchrun runs without nohup and has no handler for SIGHUP, so SIGHUP ends torchrun alone",
+                "torchrun has no handler for SIGHUP, and ignores it as nohup has set it",
+            ),
+            pattern="launcher ended without a message",
             torch=">=2.10",
         ),
     ),
