@@ -1,4 +1,4 @@
-"""A launcher hands the local rank to the script in a spelling that the script does not know, or not at all."""
+"""A launcher passes the local rank to the script in a spelling that the script does not accept, or does not pass it."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ ONLY_UNDERSCORE, ONLY_HYPHEN = "parse_one('--local_rank')", "parse_one('--local-
 
 
 def write_script(ctx: Context, rank: str) -> str:
-    """A training script as far as its arguments go: it notes which card it would take."""
+    """A training script that only parses its arguments, and writes which GPU it would use."""
     functions = [inspect.getsource(function) for function in (parse_nothing, parse_one, parse_both)]
-    note = f'open("card-" + os.environ["RANK"], "w").write(str({rank}))'
+    note = f'open("gpu-" + os.environ["RANK"], "w").write(str({rank}))'
     Path(ctx.path("train.py")).write_text("\n\n".join(["import argparse, os", *functions, note]) + "\n")
     return str(ctx.path("train.py"))
 
 
 def start(ctx: Context, *, rank: str, module: str = LAUNCH, options: Sequence[str] = ()) -> None:
-    """`python -m MODULE OPTIONS train.py` for two ranks, in this process, which has imported torch."""
+    """Runs `python -m MODULE OPTIONS train.py` for two ranks in this process, which has imported torch already."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     output = Path(ctx.path("output"))
@@ -82,26 +82,26 @@ def start(ctx: Context, *, rank: str, module: str = LAUNCH, options: Sequence[st
     ctx.reached()
     with suppress(ChildFailedError):
         import_module(module).main(command)
-    look(ctx, output.read_text())
+    judge(ctx, output.read_text())
 
 
 def start_deepspeed(ctx: Context, *, rank: str, options: Sequence[str] = ()) -> None:
-    """What `deepspeed --num_gpus 2 train.py` starts on a node."""
+    """Runs the command that `deepspeed --num_gpus 2 train.py` starts on a node."""
     world = base64.urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
-    where = (f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29511")
-    command = [sys.executable, "-m", "deepspeed.launcher.launch", *where, *options, write_script(ctx, rank)]
+    placement = (f"--world_info={world}", "--master_addr=127.0.0.1", "--master_port=29511")
+    command = [sys.executable, "-m", "deepspeed.launcher.launch", *placement, *options, write_script(ctx, rank)]
     ctx.reached()
-    look(ctx, subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False).stderr)
+    judge(ctx, subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False).stderr)
 
 
-def look(ctx: Context, errors: str) -> None:
-    """Did each rank start, and with a card of its own?"""
+def judge(ctx: Context, errors: str) -> None:
+    """Raises `Symptom` if a rank did not start, or if the ranks do not use one GPU each."""
     refused = re.search(r"error: unrecognized arguments: .*", errors)
     if refused:
         raise Symptom(refused.group())
-    cards = [path.read_text() for path in sorted(Path(ctx.path("card-0")).parent.glob("card-*"))]
-    if cards != ["0", "1"]:
-        raise Symptom(f"the two ranks take cards {cards}; {errors[-300:]}")
+    gpus = [path.read_text() for path in sorted(Path(ctx.path("gpu-0")).parent.glob("gpu-*"))]
+    if gpus != ["0", "1"]:
+        raise Symptom(f"the two ranks use GPUs {gpus}; {errors[-300:]}")
 
 
 @dataclass
@@ -115,7 +115,7 @@ class ArgumentsWithRank(Arguments):
 
 
 def parse_dataclass(ctx: Context, *, arguments: type) -> None:
-    """The parser of transformers, with what DeepSpeed's launcher adds to the command."""
+    """The parser of transformers gets the argument that the launcher of DeepSpeed adds."""
     from transformers import HfArgumentParser  # type: ignore[import-not-found]
 
     ctx.reached()
@@ -127,40 +127,44 @@ def parse_dataclass(ctx: Context, *, arguments: type) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Reads the script and the command that starts it; runs neither."""
+    """Does the script accept the argument that its launcher passes? Reads both files, and runs neither."""
     if params["code"] is None:
-        return unknown("no script was given to read", advice="--set code=train.py --set command=run.sh")
+        return unknown("no training script was named", advice="--set code=train.py --set command=run.sh")
     name = params["code"].name
     try:
         script = ast.parse(params["code"].read_text("utf-8"))
         defined = definitions(script)
         command = params["command"].read_text("utf-8") if params["command"] else ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return unknown(f"a file cannot be read: {type(error).__name__}")
+        return unknown(f"kb cannot read a file: {type(error).__name__}")
     spellings = [spelling for spelling in (UNDERSCORE, HYPHEN) if any(f"'{spelling}'" in text for text in defined)]
     evidence = f"{name} defines " + (" and ".join(spellings) or "no --local_rank")
     if not only_argparse(script):
-        return unknown(evidence, "more than the argparse calls of this file may read the command line")
+        return unknown(evidence, "other code than the argparse calls of this file may read the command line")
     passed = {passed_by(line, name) for line in re.sub(r"\\\n", " ", command).splitlines()} - {"no launcher"}
     if len(passed) != 1 or None in passed:
-        return unknown(evidence, "what its launcher passes cannot be seen", advice="--set command=run.sh")
+        return unknown(
+            evidence,
+            "kb cannot tell what its launcher passes",
+            advice="name the shell script that starts it: --set command=run.sh",
+        )
     (argument,) = passed
     passes = f"its launcher passes {argument or 'no local rank'}, with the torch of {sys.executable}"
     if argument and argument not in spellings:
-        return exposed(evidence, passes, advice="torchrun, and the rank from LOCAL_RANK")
+        return exposed(evidence, passes, advice="start it with torchrun, and read the local rank from LOCAL_RANK")
     if spellings and not argument and not any("LOCAL_RANK" in text for text in defined):
-        return unknown(evidence, passes, "whether the default is right for all processes cannot be seen")
+        return unknown(evidence, passes, "kb cannot tell whether the default is right for every process")
     return clear(evidence, passes)
 
 
 def definitions(script: ast.Module) -> Sequence[str]:
-    """The add_argument calls of the local rank, as text."""
+    """The add_argument calls for the local rank, as strings."""
     calls = (ast.unparse(node) for node in ast.walk(script) if isinstance(node, ast.Call))
     return [call for call in calls if re.search(r"\.add_argument\((.*, )?'--local[-_]rank'", call)]
 
 
 def only_argparse(script: ast.Module) -> bool:
-    """Whether argparse reads the command line, in strict form, by arguments that this file spells out."""
+    """Whether argparse alone reads the command line, rejects unknown arguments, and this file defines all of them."""
     calls = [node for node in ast.walk(script) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func).split(".")[-1] for call in calls}
     values = [value for call in calls for value in (*call.args, *(keyword.value for keyword in call.keywords))]
@@ -171,12 +175,12 @@ def only_argparse(script: ast.Module) -> bool:
 
 
 def passed_by(line: str, script: str) -> Any:
-    """The spelling that the launcher on this line passes, "" for none; None where that cannot be seen."""
+    """The spelling that the launcher on this line passes, or "" for none; None if kb cannot tell."""
     match = re.search(r"(?:^|[\s/\"'])(torchrun|deepspeed|accelerate|torch\.distributed\.(?:launch|run))\s(.*)", line)
     if not match or line.lstrip().startswith("#"):
         return "no launcher"
-    launcher, (options, found, _) = match[1], match[2].partition(script)
-    if not found or "no-python" in options.replace("_", "-") or launcher == "accelerate":
+    launcher, (options, script_name, _) = match[1], match[2].partition(script)
+    if not script_name or "no-python" in options.replace("_", "-") or launcher == "accelerate":
         return None
     if launcher in ("torchrun", TORCHRUN):
         return ""
@@ -188,7 +192,7 @@ def passed_by(line: str, script: str) -> Any:
 
 
 def spelling(torch: tuple[int, ...]) -> Any:
-    """What its launcher passes; None where its release is not known."""
+    """The spelling that the launcher of this torch passes; None if its release is unknown."""
     return (HYPHEN if torch >= (2,) else UNDERSCORE) if torch else None
 
 
@@ -196,14 +200,19 @@ TORCH_2 = Needs(packages={"torch": ">=2.0"})
 DEEPSPEED = Needs(packages={"torch": ">=2.0", "deepspeed": ""})
 REFUSED_HYPHEN = symptom(r"error: unrecognized arguments: --local-rank=\d")
 REFUSED_UNDERSCORE = symptom(r"error: unrecognized arguments: --local_rank=\d")
-LAUNCH_PASSES = "torch.distributed.launch passes --local-rank, with a hyphen; the script knows"
-DEEPSPEED_PASSES = "DeepSpeed's launcher passes --local_rank, with an underscore; the script knows"
+LAUNCH_PASSES = "torch.distributed.launch passes --local-rank, with a hyphen, but the script"
+DEEPSPEED_PASSES = "the launcher of DeepSpeed passes --local_rank, with an underscore, but the script"
 
 
 def pair(
-    name: str, control: Callable[..., None], because: str, expect: Expect, treatment: Callable[..., None], fix: str,
+    name: str,
+    control: Callable[..., None],
+    because: str,
+    expect: Expect,
+    treatment: Callable[..., None],
+    fix: str,
     needs: Needs = TORCH_2,
-) -> Experiment:  # fmt: skip
+) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(control, expect, because=because, fidelity="cpu"),
@@ -218,31 +227,74 @@ probe = Probe(
     check=check,
     params={"code": Param("path", "your training script"), "command": Param("path", "the shell script that starts it")},
     experiments=(
-        pair("spelling", partial(start, rank=ONLY_UNDERSCORE), f"{LAUNCH_PASSES} --local_rank", REFUSED_HYPHEN,
-             partial(start, rank=BOTH), "the script knows both spellings"),
+        pair(
+            "spelling",
+            partial(start, rank=ONLY_UNDERSCORE),
+            f"{LAUNCH_PASSES} only accepts --local_rank",
+            REFUSED_HYPHEN,
+            partial(start, rank=BOTH),
+            "the script accepts both spellings",
+        ),
     ),
     variants=(
-        pair("torchrun", partial(start, rank=NOTHING), f"{LAUNCH_PASSES} none", REFUSED_HYPHEN,
-             partial(start, rank=NOTHING, module=TORCHRUN), "torchrun passes none, and the script reads LOCAL_RANK"),
-        pair("default", partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN),
-             "torchrun passes no argument, so that the default of the script holds on all ranks",
-             symptom(r"the two ranks take cards \['0', '0'\]"),
-             partial(start, rank=BOTH, module=TORCHRUN), "the default is LOCAL_RANK"),
-        pair("use-env", partial(start, rank=NOTHING), f"{LAUNCH_PASSES} none", REFUSED_HYPHEN,
-             partial(start, rank=NOTHING, options=("--use-env",)), "--use-env: it passes no argument"),
-        pair("unchanged-script", partial(start, rank=ONLY_UNDERSCORE),
-             f"{LAUNCH_PASSES} --local_rank, and cannot be changed", REFUSED_HYPHEN,
-             partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN, options=NO_PYTHON),
-             "torchrun starts a shell, which adds the argument in the script's own spelling"),
-        pair("deepspeed", partial(start_deepspeed, rank=ONLY_HYPHEN),
-             f"{DEEPSPEED_PASSES} --local-rank", REFUSED_UNDERSCORE,
-             partial(start_deepspeed, rank=BOTH), "the script knows both spellings", DEEPSPEED),
-        pair("no-local-rank", partial(start_deepspeed, rank=NOTHING), f"{DEEPSPEED_PASSES} none", REFUSED_UNDERSCORE,
-             partial(start_deepspeed, rank=NOTHING, options=("--no_local_rank",)),
-             "--no_local_rank: it passes no argument", DEEPSPEED),
-        pair("dataclass", partial(parse_dataclass, arguments=Arguments), "no dataclass of the script has the field",
-             raised(r"Some specified arguments are not used by the HfArgumentParser: \['--local_rank=1'\]"),
-             partial(parse_dataclass, arguments=ArgumentsWithRank), "one has local_rank, as TrainingArguments does",
-             Needs(packages={"transformers": ""})),
+        pair(
+            "torchrun",
+            partial(start, rank=NOTHING),
+            f"{LAUNCH_PASSES} accepts no arguments",
+            REFUSED_HYPHEN,
+            partial(start, rank=NOTHING, module=TORCHRUN),
+            "torchrun passes no argument, and the script reads LOCAL_RANK",
+        ),
+        pair(
+            "default",
+            partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN),
+            "torchrun passes no argument, so the script uses its default, 0, on all ranks",
+            symptom(r"the two ranks use GPUs \['0', '0'\]"),
+            partial(start, rank=BOTH, module=TORCHRUN),
+            "the script takes its default from LOCAL_RANK",
+        ),
+        pair(
+            "use-env",
+            partial(start, rank=NOTHING),
+            f"{LAUNCH_PASSES} accepts no arguments",
+            REFUSED_HYPHEN,
+            partial(start, rank=NOTHING, options=("--use-env",)),
+            "with --use-env, torch.distributed.launch passes no argument",
+        ),
+        pair(
+            "unchanged-script",
+            partial(start, rank=ONLY_UNDERSCORE),
+            f"{LAUNCH_PASSES} only accepts --local_rank",
+            REFUSED_HYPHEN,
+            partial(start, rank=ONLY_UNDERSCORE, module=TORCHRUN, options=NO_PYTHON),
+            "torchrun starts a shell, which adds the argument in the spelling of the script",
+        ),
+        pair(
+            "deepspeed",
+            partial(start_deepspeed, rank=ONLY_HYPHEN),
+            f"{DEEPSPEED_PASSES} only accepts --local-rank",
+            REFUSED_UNDERSCORE,
+            partial(start_deepspeed, rank=BOTH),
+            "the script accepts both spellings",
+            DEEPSPEED,
+        ),
+        pair(
+            "no-local-rank",
+            partial(start_deepspeed, rank=NOTHING),
+            f"{DEEPSPEED_PASSES} accepts no arguments",
+            REFUSED_UNDERSCORE,
+            partial(start_deepspeed, rank=NOTHING, options=("--no_local_rank",)),
+            "with --no_local_rank, the launcher of DeepSpeed passes no argument",
+            DEEPSPEED,
+        ),
+        pair(
+            "dataclass",
+            partial(parse_dataclass, arguments=Arguments),
+            "no dataclass of the script has the field local_rank",
+            raised(r"Some specified arguments are not used by the HfArgumentParser: \['--local_rank=1'\]"),
+            partial(parse_dataclass, arguments=ArgumentsWithRank),
+            "a dataclass of the script has local_rank, as TrainingArguments does",
+            Needs(packages={"transformers": ""}),
+        ),
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""One rank connects to a port where no store listens, so rank 0's store waits for it in vain."""
+"""One rank connects to a port on which no store listens, so the store of rank 0 waits for it until the timeout."""
 
 import ipaddress
 import os
@@ -27,26 +27,28 @@ from kb.probe import (
 )
 from kb.training_config import spans_nodes
 
-TIMEOUT_S = 3  # not less: the start of a store on loopback stalled for seconds on a loaded machine
+TIMEOUT_S = 3  # no shorter, because starting a store on loopback can take seconds on a loaded machine
 MASTER = "trainer-head-0"
-PATIENCE_S = 0.3  # less than the second after which a lost packet is sent again
+PATIENCE_S = 0.3  # shorter than the second after which TCP resends a lost packet
 
 
 def meet_at_the_store(ctx: Context, *, same_endpoint: bool) -> None:
-    """Rank 0 hosts the store, as under `env://`; rank 1 was told the same port, or another one that the probe holds."""
+    """Rank 0 hosts the store, as with `env://`; rank 1 connects to the same port, or to another reserved one."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
 
-    mine = socket.socket()
-    mine.bind(("127.0.0.1", 0))  # rank 1 never listens on its own: it refuses, and nobody else can listen there
-    port = mine.getsockname()[1]
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))  # rank 1 does not listen on its port, which then refuses, and no one else can
+    port = listener.getsockname()[1]
     endpoint = Path(ctx.path("endpoint"))
     options: Dict[str, Any] = {}
     if ctx.rank == 0:
-        mine.listen()
+        listener.listen()
         endpoint.write_text(str(port))
-        options.update(master_listen_fd=mine.detach(), use_libuv=False)  # older libuv stores take none
+        options.update(
+            master_listen_fd=listener.detach(), use_libuv=False
+        )  # older libuv stores do not accept a file descriptor
     ctx.reached()
     if same_endpoint:
         port = int(endpoint.read_text())
@@ -54,11 +56,11 @@ def meet_at_the_store(ctx: Context, *, same_endpoint: bool) -> None:
     store = TCPStore("127.0.0.1", port, ctx.world_size, is_master=ctx.rank == 0, timeout=timeout, **options)
     store.set(f"from {ctx.rank}", "here")
     assert [store.get(f"from {rank}") for rank in range(ctx.world_size)] == [b"here"] * ctx.world_size
-    ctx.meet("read")  # the host of the store leaves last
+    ctx.meet("read")  # the host of the store ends last
 
 
 def count_processes(ctx: Context, *, as_started: bool) -> None:
-    """WORLD_SIZE counts the processes that were started, or one more."""
+    """WORLD_SIZE is the number of running processes, or one more."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -82,12 +84,12 @@ def count_processes(ctx: Context, *, as_started: bool) -> None:
 
 
 def join_c10d(ctx: Context, *, first_is_host: bool) -> None:
-    """Two nodes with torchrun's own code for `--rdzv-backend c10d`. No node takes 0.0.0.0 for its own address."""
+    """Two nodes run the code of torchrun for `--rdzv-backend c10d`. No node takes 0.0.0.0 for its own address."""
     import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     try:
-        socket.getaddrinfo(socket.gethostname(), None)  # torchrun asks for it as well
+        socket.getaddrinfo(socket.gethostname(), None)  # torchrun resolves it too
     except OSError as error:
         raise Unavailable(f"the name of this host does not resolve: {error}") from error
     port = Path(ctx.path("endpoint"))
@@ -109,33 +111,33 @@ def join_c10d(ctx: Context, *, first_is_host: bool) -> None:
 
 
 def join_under_torchrun(ctx: Context, *, from_environment: bool) -> None:
-    """The agent (here in rank 0's process) hosts a store and names it in the environment; the program has its own."""
+    """torchrun's agent (here in rank 0) names its store in the environment; the program may use its own address."""
     from datetime import timedelta
 
     import torch.distributed as dist
 
     timeout = timedelta(seconds=TIMEOUT_S)
-    port, own = Path(ctx.path("endpoint")), Path(ctx.path("own"))
+    agent_port, unused_port = Path(ctx.path("endpoint")), Path(ctx.path("unused"))
     if ctx.rank == 0:
         with socket.create_server(("127.0.0.1", 0)) as any_port:
-            own.write_text(str(any_port.getsockname()[1]))
+            unused_port.write_text(str(any_port.getsockname()[1]))
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-        port.write_text(str(agent.port))
+        agent_port.write_text(str(agent.port))
     ctx.reached()
-    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent_port.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     names["TORCHELASTIC_RESTART_COUNT"] = "0"  # torch 2.2 reads it
     os.environ.update(names, RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world_size))
     if from_environment:
         dist.init_process_group("gloo", timeout=timeout)
     else:
-        url = f"tcp://127.0.0.1:{own.read_text()}"
+        url = f"tcp://127.0.0.1:{unused_port.read_text()}"
         dist.init_process_group("gloo", init_method=url, rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
     dist.barrier()
     ctx.meet("met")
 
 
 def resolve_master(ctx: Context, *, listed: bool) -> None:
-    """Rank 1 knows the master by name. Its /etc/hosts lists that name, or not."""
+    """Rank 1 connects to the master by name; with `listed`, its /etc/hosts contains that name."""
     port = Path(ctx.path("endpoint"))
     if ctx.rank == 1:
         own_user()  # before torch starts a thread
@@ -159,46 +161,54 @@ def resolve_master(ctx: Context, *, listed: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """From this machine: does the master's name resolve, and does its port accept a connection? Sends no byte."""
+    """Does the name of the master resolve on this machine, and does its port accept a connection? Sends no data."""
     address, port = params["address"], params["port"]
     if not address:
         return unknown(
             "no address was named",
-            advice="on every node while rank 0 waits: --set address=MASTER_ADDR --set port=29500",
+            advice="run this on every node while rank 0 waits: --set address=MASTER_ADDR --set port=29500",
         )
     try:
         command = ["getent", "ahosts", address]
-        looked_up = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=0.5)
+        lookup = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=0.5)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        return unknown(f"could not look up {address!r}: {error}")
-    items = list(dict.fromkeys(line.split()[0] for line in looked_up.stdout.splitlines() if line.strip()))
-    if not items and looked_up.returncode != 2:  # 2: there is no such name
-        return unknown(f"getent could not look up {address}: exit status {looked_up.returncode}")
+        return unknown(f"kb could not look up {address!r}: {error}")
+    items = list(dict.fromkeys(line.split()[0] for line in lookup.stdout.splitlines() if line.strip()))
+    if not items and lookup.returncode != 2:  # 2 means that there is no such name
+        return unknown(f"getent could not look up {address}: exit status {lookup.returncode}")
     if not items:
-        return exposed(f"{address} does not resolve here", advice="DNS or /etc/hosts of this node, or MASTER_ADDR=<IP>")
+        return exposed(
+            f"{address} does not resolve here",
+            advice="add the name to DNS or to /etc/hosts on this node, or set MASTER_ADDR to an IP address",
+        )
     answers = {ip: answer(ip, port) for ip in items[:2]}
-    evidence = [f"{address} is {ip}, port {port}: {what}" for ip, what in answers.items()]
+    evidence = [f"{address} is {ip}, port {port}: {result}" for ip, result in answers.items()]
     if any(ipaddress.ip_address(ip.split("%")[0]).is_loopback for ip in items):
         return judge_loopback(evidence, address, spans_nodes(params["nodes"]))
     if "accepted" in answers.values():
-        return unknown(*evidence, "the way there is open; that it is the store of your job cannot be seen from here")
+        return unknown(*evidence, "something listens there, but kb cannot tell whether it is the store of your job")
     if "timed out" in answers.values():
-        late = f"no answer within {PATIENCE_S} s: a packet filter, a wrong route or address, or one lost packet"
-        longer = f'timeout 5 bash -c "</dev/tcp/{address}/{port}" && echo reached, here and on rank 0\'s own host'
-        return unknown(*evidence, late, advice=longer)
-    return unknown(*evidence, advice="refused means that nothing listens there now: is rank 0 running, on that port?")
+        message = f"no answer within {PATIENCE_S} s: a packet filter, a wrong route or address, or one lost packet"
+        advice = f'run here and on the host of rank 0: timeout 5 bash -c "</dev/tcp/{address}/{port}" && echo reached'
+        return unknown(*evidence, message, advice=advice)
+    return unknown(
+        *evidence, advice="if the port refused, nothing listens there now: check that rank 0 runs and uses this port"
+    )
 
 
 def judge_loopback(evidence: List[str], address: str, several: Optional[bool]) -> Finding:
-    what = "a loopback address is another host on each node"
+    message = "a loopback address means a different host on each node"
     if address in (socket.gethostname(), socket.getfqdn()) and not address.startswith("localhost"):
-        own = "it is this host's own name, and fine here: ask on the other nodes"
-        return unknown(*evidence, own)
+        return unknown(
+            *evidence, "it is the name of this host, so it is fine here", advice="run this on the other nodes"
+        )
     if several:
-        return exposed(*evidence, what, advice="MASTER_ADDR=<name or address of the first node>, on every node")
+        return exposed(
+            *evidence, message, advice="set MASTER_ADDR to the name or address of the first node, on every node"
+        )
     if several is None:
-        return unknown(*evidence, f"{what}: fine for one node, wrong for several (nodes=2)")
-    return unknown(*evidence, "fine for one node; that it is the store of your job cannot be seen from here")
+        return unknown(*evidence, f"{message}: it is fine for one node, wrong for several", advice="--set nodes=N")
+    return unknown(*evidence, "this is fine for one node; kb cannot tell whether it is the store of your job")
 
 
 def answer(ip: str, port: int) -> str:
@@ -211,8 +221,8 @@ def answer(ip: str, port: int) -> str:
         return str(error)
 
 
-WRONG_PORT = "rank 1 was given another port than the one where rank 0's store listens"
-SAME_PORT = "both ranks have the same endpoint, and each reads the other's key"
+WRONG_PORT = "rank 1 connects to a different port than the one on which the store of rank 0 listens"
+SAME_PORT = "both ranks use the same endpoint, and each reads the key of the other"
 UNCONNECTED = r"client socket has (timed out after \d+m?s|failed to connect)"
 
 
@@ -225,23 +235,23 @@ def experiment(
     torch: str = ">=2.1",
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Experiment:
-    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    """`fix` is the argument that differs; `because` says what the control and the treatment arm do."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **{fix: False}), expect=expect, because=because[0], fidelity="cpu", env=env),
         treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], fidelity="cpu", env=env),
         needs=Needs(packages={"torch": torch}),
         deadline_s=30,
-        settle_s=4 if name == "store" else 1,  # there both sides are worth showing
+        settle_s=4 if name == "store" else 1,  # long enough to see both ranks fail
         expected_s=(4.5, 0.1),
     )
 
 
 probe = Probe(
     params={
-        "address": Param("str", "MASTER_ADDR or rendezvous host that the check tries to reach"),
-        "port": Param("int", "its port", 29500),
-        "nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0),
+        "address": Param("str", "MASTER_ADDR or rendezvous host to which the check connects"),
+        "port": Param("int", "port of that host", 29500),
+        "nodes": Param("int", "number of nodes of the job; 0 means that the launcher's variables decide", 0),
     },
     check=check,
     experiments=(
@@ -251,7 +261,7 @@ probe = Probe(
             "same_endpoint",
             raised(rf"waiting for (clients|workers)\. 1/2 |{UNCONNECTED}"),
             (WRONG_PORT, SAME_PORT),
-            ">=2.2",  # before, the host did not complain of missing clients
+            ">=2.2",  # older releases do not report missing clients on the host
         ),
     ),
     variants=(
@@ -260,9 +270,9 @@ probe = Probe(
             count_processes,
             "as_started",
             raised(r"waiting for (clients|workers)\. 2/3 "),
-            ("WORLD_SIZE is 3 and two processes were started", "WORLD_SIZE counts the two that were started"),
+            ("WORLD_SIZE is 3, but only two processes run", "WORLD_SIZE is 2, and two processes run"),
             ">=2.2",
-            {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"},  # tried in vain
+            {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1"},  # settings that do not help
         ),
         experiment(
             "nobody-hosts",
@@ -270,8 +280,8 @@ probe = Probe(
             "first_is_host",
             raised(r"The connection to the C10d store has failed"),
             (
-                "no node takes the endpoint for its own, so both are clients",
-                "is_host=1 on the first, is_host=0 on the other",
+                "no node takes the endpoint for its own address, so both are clients and none hosts the store",
+                "is_host=1 makes the first node host the store; the other node has is_host=0",
             ),
         ),
         experiment(
@@ -279,15 +289,21 @@ probe = Probe(
             join_under_torchrun,
             "from_environment",
             raised(UNCONNECTED),
-            ("the program has a tcp:// address, where nobody listens under torchrun", "env:// takes the agent's store"),
-            ">=2.1,<2.14",  # rank 0 hosts what is not the agent's address since
+            (
+                "the program uses a tcp:// address, on which nothing listens under torchrun",
+                "env:// uses the store of torchrun's agent",
+            ),
+            ">=2.1,<2.14",  # since 2.14, rank 0 hosts a store at an address that is not the agent's
         ),
         experiment(
             "hosts-file",
             resolve_master,
             "listed",
             raised(rf"cannot be retrieved \(gai error|any network address of|{UNCONNECTED}"),
-            ("the master's name is unknown on the other node", "its /etc/hosts has the name"),
+            (
+                "the name of the master does not resolve on the other node",
+                "/etc/hosts of the other node contains the name",
+            ),
         ),
     ),
 )
