@@ -1,4 +1,4 @@
-"""DDP writes into the buffers before every forward, and an earlier forward had saved them for its backward."""
+"""DDP overwrites the buffers before every forward, but an earlier forward has saved them for its backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def build(kind: str, *, cloned: bool = False) -> Any:
     from torch import nn
 
     class Positions(nn.Module):  # type: ignore[misc]
-        """Position ids in a buffer, as in BERT; with `writes` the forward fills the buffer itself."""
+        """Position ids in a buffer, as in BERT; with `writes`, the forward fills the buffer itself."""
 
         def __init__(self, writes: bool) -> None:
             super().__init__()
@@ -37,8 +37,8 @@ def build(kind: str, *, cloned: bool = False) -> Any:
     return nn.Sequential(Positions(kind == "writes"), nn.ReLU(), nn.Linear(4, 1))
 
 
-def without_guard() -> None:
-    """Takes from the DDP of torch 2.12 and later the one line that its forerunners lack; nothing to do before."""
+def disable_version_guard() -> None:
+    """Disables in the DDP of torch 2.12 and later the line that preserves buffer versions; older releases lack it."""
     import torch
 
     if hasattr(torch.autograd, "_unsafe_preserve_version_counter"):
@@ -46,7 +46,7 @@ def without_guard() -> None:
 
 
 def batches(ctx: Context) -> Any:
-    """Fake and real samples; every rank has its own."""
+    """Fake and real samples, which differ between the ranks."""
     import torch
 
     generator = torch.Generator().manual_seed(ctx.rank)
@@ -63,20 +63,20 @@ def step(
     cloned: bool = False,
     guarded: bool = False,
 ) -> None:
-    """One step of a discriminator, which scores fake and real samples before the backward."""
+    """Runs one step of a discriminator, which scores fake and real samples before the backward."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     dist = ctx.init_process_group(timeout_s=10)
     if not guarded:
-        without_guard()
+        disable_version_guard()
     discriminator = build(kind, cloned=cloned).to(ctx.device)
-    alone = copy.deepcopy(discriminator)
+    reference = copy.deepcopy(discriminator)
     if broadcast:
         model = DistributedDataParallel(discriminator)
     else:
         model = DistributedDataParallel(discriminator, broadcast_buffers=False)
-    for copied in (model, alone) if frozen else ():
+    for copied in (model, reference) if frozen else ():
         copied.eval()
     fake, real = batches(ctx)
     ctx.reached()
@@ -97,16 +97,16 @@ def step(
         fake_score = model(fake)
         real_score = model(real)
         (fake_score.mean() - real_score.mean()).backward()
-    alone(fake).mean().backward()
+    reference(fake).mean().backward()
     if not way.startswith("watch"):
-        (-alone(real).mean()).backward()
-    for parameter, expected in zip(model.parameters(), alone.parameters()):
+        (-reference(real).mean()).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters()):
         dist.all_reduce(expected.grad)
         torch.testing.assert_close(parameter.grad, expected.grad / ctx.world_size)
 
 
 def evaluate(ctx: Context, *, aligned: bool) -> None:
-    """Trains a step with broadcast_buffers=False, and lets both ranks score the same sample."""
+    """Trains one step with broadcast_buffers=False, then both ranks score the same sample."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -122,13 +122,13 @@ def evaluate(ctx: Context, *, aligned: bool) -> None:
         score = model(torch.ones(1, 4))
     scores = [torch.zeros_like(score) for _ in range(ctx.world_size)]
     dist.all_gather(scores, score)
-    apart = (scores[0] - scores[1]).abs().max().item()
-    if apart > 1e-6:
-        raise Symptom(f"the same sample scores {apart:.4f} apart on the two ranks")
+    difference = (scores[0] - scores[1]).abs().max().item()
+    if difference > 1e-6:
+        raise Symptom(f"the scores of the same sample on the two ranks differ by {difference:.4f}")
 
 
 def rescale(ctx: Context, *, everywhere: bool) -> None:
-    """Rank 0 sets a buffer between two forwards and leaves it to DDP to tell the others."""
+    """Rank 0 sets a buffer between two forwards, and DDP copies it to the other rank, unless every rank sets it."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -151,15 +151,15 @@ def rescale(ctx: Context, *, everywhere: bool) -> None:
     (first + model(x)).sum().backward()
     gradient = model.module.weight.grad.item()
     if abs(gradient - 4) > 1e-6:
-        raise Symptom(f"gradient {gradient:.1f} instead of 4.0, and no error")
+        raise Symptom(f"the gradient is {gradient:.1f} instead of 4.0, without an error")
 
 
 MODIFIED = r"has been modified by an inplace operation: \[torch\.(cuda\.)?%s\] is at version \d+; expected version \d+"
 NORM = raised(MODIFIED % r"FloatTensor \[8\]")
 POSITIONS = raised(MODIFIED % r"LongTensor \[1, 4\]")
 OLD, NEW = ">=2.2,<2.12", ">=2.12"
-EARLIER = "DDP before torch 2.12, which does not preserve the versions of the buffers; from 2.12 on it is made so again"
-AGAIN = "the second forward through DDP copies the running statistics that the first one saved"
+EARLIER = "DDP before torch 2.12, which does not preserve buffer versions; the probe disables this in later releases"
+STATISTICS = "DDP overwrites the running statistics before the second forward, but the first forward has saved them"
 
 
 def pair(
@@ -185,16 +185,30 @@ def pair(
     )
 
 
-IDS = "the second forward through DDP copies the position ids that the first one saved"
-UNDER = "the second forward is under no_grad, and copies the statistics all the same"
-EVAL = "BatchNorm is in eval mode, and its statistics are copied all the same"
-LOCAL = "broadcast_buffers=False: nothing is copied, and the gradient is right"
-gloo = pair("gloo", step, partial(step, broadcast=False), AGAIN, LOCAL, torch=OLD, fidelity="cpu")
+POSITION_IDS = "DDP overwrites the position ids before the second forward, but the first forward has saved them"
+NO_GRAD = "the second forward runs under no_grad, but DDP still overwrites the statistics"
+EVAL = "BatchNorm is in eval mode, but DDP still overwrites its statistics"
+LOCAL = "with broadcast_buffers=False, DDP overwrites no buffer, and the gradient is right"
+gloo = pair("gloo", step, partial(step, broadcast=False), STATISTICS, LOCAL, torch=OLD, fidelity="cpu")
 
 STEPS: Sequence[Tuple[str, Dict[str, Any], Dict[str, Any], str, str, Expect]] = (
-    ("separate", {}, {"way": "separate"}, AGAIN, "each forward has its backward before the next", NORM),
-    ("clone", {"kind": "positions"}, {"cloned": True}, IDS, "the embedding saves a copy of the ids", POSITIONS),
-    ("no-grad", {"way": "watch"}, {"way": "watch module"}, UNDER, "that forward goes through model.module", NORM),
+    ("separate", {}, {"way": "separate"}, STATISTICS, "each backward runs before the next forward", NORM),
+    (
+        "clone",
+        {"kind": "positions"},
+        {"cloned": True},
+        POSITION_IDS,
+        "the embedding saves a clone of the position ids",
+        POSITIONS,
+    ),
+    (
+        "no-grad",
+        {"way": "watch"},
+        {"way": "watch module"},
+        NO_GRAD,
+        "the second forward calls model.module, so DDP overwrites nothing",
+        NORM,
+    ),
     ("frozen", {"frozen": True}, {"broadcast": False}, EVAL, LOCAL, NORM),
 )
 
@@ -202,11 +216,18 @@ probe = Probe(
     experiments=(
         gloo.on_gpus(),
         gloo,
-        pair("unguarded", step, partial(step, broadcast=False), AGAIN, LOCAL, torch=NEW),
+        pair("unguarded", step, partial(step, broadcast=False), STATISTICS, LOCAL, torch=NEW),
     ),
     variants=(
-        pair("one-rank", step, partial(step, broadcast=False), AGAIN, LOCAL, ranks=1),
-        pair("update", step, partial(step, guarded=True), AGAIN, "DDP as released since 2.12", torch=NEW),
+        pair("one-rank", step, partial(step, broadcast=False), STATISTICS, LOCAL, ranks=1),
+        pair(
+            "update",
+            step,
+            partial(step, guarded=True),
+            STATISTICS,
+            "DDP of torch 2.12 and later preserves the versions of the buffers",
+            torch=NEW,
+        ),
         *(
             pair(name, partial(step, **broken), partial(step, **{**broken, **fixed}), because, fix, expect)
             for name, broken, fixed, because, fix, expect in STEPS
@@ -215,8 +236,8 @@ probe = Probe(
             "own-write",
             partial(step, kind="writes", broadcast=False),
             partial(step, kind="writes", broadcast=False, cloned=True),
-            "the forward itself writes into the buffer, so that broadcast_buffers=False does not help",
-            "the embedding saves a copy of the ids",
+            "the forward itself overwrites the buffer, so broadcast_buffers=False does not help",
+            "the embedding saves a clone of the position ids",
             POSITIONS,
             fidelity="cpu",
         ),
@@ -224,18 +245,18 @@ probe = Probe(
             "statistics-apart",
             partial(evaluate, aligned=False),
             partial(evaluate, aligned=True),
-            "with broadcast_buffers=False every rank evaluates with running statistics of its own",
-            "the buffers of rank 0 are sent to all before the evaluation",
-            symptom(r"the same sample scores 0\.\d+ apart"),
+            "with broadcast_buffers=False, each rank evaluates with its own running statistics",
+            "rank 0 broadcasts its buffers before the evaluation",
+            symptom(r"the scores of the same sample on the two ranks differ by 0\.\d+"),
             fidelity="cpu",
         ),
         pair(
             "silent",
             partial(rescale, everywhere=False),
             partial(rescale, everywhere=True),
-            "DDP overwrites what the first forward of rank 1 saved, and reports nothing",
-            "every rank sets a new tensor",
-            symptom(r"gradient 5\.0 instead of 4\.0, and no error"),
+            "DDP silently overwrites the buffer that the first forward of rank 1 has saved",
+            "every rank replaces the buffer by a new tensor",
+            symptom(r"the gradient is 5\.0 instead of 4\.0, without an error"),
             torch=NEW,
             fidelity="cpu",
         ),

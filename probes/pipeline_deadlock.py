@@ -1,4 +1,4 @@
-"""Two pipeline stages that have something for each other both receive first, so neither gets to send."""
+"""Two pipeline stages that must send to each other both receive first, so neither sends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exchange(
     receive_first: bool = True,
     barrier: bool = False,
 ) -> None:
-    """One step in the steady phase: an activation goes up, a gradient comes down, and each rank does both."""
+    """One step of the steady phase: each rank sends a tensor to its peer and receives one from it."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
@@ -63,7 +63,7 @@ def exchange(
 
 
 def pair_by_order(ctx: Context, *, mirrored: bool) -> None:
-    """Two stages on each of two ranks: the next and the previous rank are one peer, which gets two messages."""
+    """Two stages on each of two ranks: the previous and the next stage are on one peer, which gets two messages."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -81,12 +81,12 @@ def pair_by_order(ctx: Context, *, mirrored: bool) -> None:
     values = [activation_in[0].item(), gradient_in[0].item()]
     ctx.meet("exchanged")
     if values[0] < 0:
-        raise Symptom(f"rank {rank} got the gradient {values[0]:.0f} as its activation, no error")
+        raise Symptom(f"rank {rank} got the gradient {values[0]:.0f} as its activation, without an error")
     assert values == [10.0 + peer, -1.0 - peer], values
 
 
 def make_groups(ctx: Context, *, same_order: bool) -> None:
-    """A group for activations and one for gradients; rank 1 makes them in the other order."""
+    """Creates a group for activations and one for gradients; rank 1 may create them in the opposite order."""
     from datetime import timedelta
 
     import torch
@@ -107,7 +107,7 @@ def make_groups(ctx: Context, *, same_order: bool) -> None:
 
 
 def run_out(ctx: Context, *, agreed: bool) -> None:
-    """The first and the last stage read data of their own; the first has one batch less."""
+    """The first and the last stage read their own data, and the first has one batch fewer."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=2)
@@ -129,7 +129,7 @@ def run_out(ctx: Context, *, agreed: bool) -> None:
 
 
 def schedule(ctx: Context, *, microbatches: int = 2, one_f_one_b: bool = True, every_stage: bool = True) -> None:
-    """Two stages of torch.distributed.pipelining; the loss of the pipeline is that of both layers in one process."""
+    """Two stages of torch.distributed.pipelining, whose loss must be that of both layers in one process."""
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
     from torch.nn.functional import mse_loss
@@ -161,8 +161,8 @@ def schedule(ctx: Context, *, microbatches: int = 2, one_f_one_b: bool = True, e
 
 
 RECEIVE = raised(GLOO_TIMEOUT)
-BOTH_RECEIVE = "each of two stages receives first, and would send afterwards"
-BATCHED = "each stage gives send and receive to batch_isend_irecv"
+BOTH_RECEIVE = "both stages receive first, so neither reaches its send"
+BATCHED = "each stage passes its send and its receive to batch_isend_irecv"
 
 gloo = Experiment(
     name="gloo",
@@ -181,7 +181,7 @@ def variant(
     expect: Expect = RECEIVE,
     torch: str = ">=2.1",
 ) -> Experiment:
-    """`change` is what the treatment arm adds to the job of the control arm."""
+    """`change` is the argument that the treatment arm adds to the job."""
     return Experiment(
         name=name,
         control=Arm(job, expect=expect, because=because, fidelity="cpu"),
@@ -206,7 +206,7 @@ probe = Probe(
             "send-first",
             partial(exchange, receive_first=False),
             {"even_sends_first": True},
-            "each of two stages sends four numbers first; gloo's send waits for the receiver",
+            "both stages send first, and the send of gloo waits for the receiver",
             "even ranks send first, odd ranks receive first",
             BOTH_SEND,
         ),
@@ -214,37 +214,37 @@ probe = Probe(
             "barrier",
             partial(exchange, barrier=True),
             {"batched": True},
-            "a barrier before the step, then each of two stages receives first",
+            "both stages pass a barrier, then both receive first, so neither reaches its send",
             BATCHED,
         ),
         variant(
             "two-for-one-peer",
             partial(pair_by_order, mirrored=False),
             {"mirrored": True},
-            "both ranks list the previous stage first, so a gradient is the first to go and an activation to come",
-            "odd ranks list the next stage first",
-            symptom(r"rank \d got the gradient -\d as its activation, no error"),
+            "both ranks list the previous stage first, so each takes the gradient of the other for its activation",
+            "odd ranks list the next stage first, so the messages match",
+            symptom(r"rank \d got the gradient -\d as its activation, without an error"),
         ),
         variant(
             "group-order",
             partial(make_groups, same_order=False),
             {"same_order": True},
-            "rank 1 makes the two groups in the other order, so they do not meet",
-            "every rank makes every group in one order",
+            "rank 1 creates the two groups in the opposite order, so send and receive use different groups",
+            "both ranks create the groups in the same order",
         ),
         variant(
             "steps",
             partial(run_out, agreed=False),
             {"agreed": True},
-            "the first stage has one batch less than the last",
+            "the first stage has one batch fewer than the last, which waits for it",
             "the stages agree on the smallest number of batches",
         ),
         variant(
             "microbatches",
             partial(schedule, microbatches=1),
             {"microbatches": 2},
-            "1F1B with one microbatch and two stages",
-            "as many microbatches as stages",
+            "1F1B has one microbatch for two stages",
+            "1F1B has as many microbatches as stages",
             TOO_FEW,
             ">=2.13",
         ),
@@ -252,8 +252,8 @@ probe = Probe(
             "schedule-eval",
             partial(schedule, microbatches=1, one_f_one_b=False, every_stage=False),
             {"every_stage": True},
-            "GPipe with one microbatch; the last stage alone calls eval, which takes what the first sends for its step",
-            "GPipe with one microbatch; every stage calls eval",
+            "only the last stage calls eval, which receives what the first stage sends for its step",
+            "every stage calls eval before the step",
             torch=">=2.13",
         ),
     ),
