@@ -1,4 +1,4 @@
-"""An EMA that does not follow the weights, next to the EMA that one process computes with a plain model."""
+"""An EMA does not follow the weights. The probe compares it with the EMA of one process with a plain model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def values(module: Any) -> Dict[str, Any]:
 
 
 def check_ema(model: Any, ema: Any, before: Dict[str, Any]) -> List[str]:
-    """The test of the entry. `before`: the values of the EMA some steps ago."""
+    """The test that the entry prints. `before` has the values of the EMA some steps ago."""
     import torch
 
     now, average = values(model), values(ema)
@@ -36,7 +36,7 @@ def check_ema(model: Any, ema: Any, before: Dict[str, Any]) -> List[str]:
 
 
 def network() -> Any:
-    """The same on all ranks: a BatchNorm, and a table of indices as Swin has it."""
+    """A network with a BatchNorm and, like Swin, a table of indices; all ranks get the same weights."""
     import torch
     from torch import nn
 
@@ -55,7 +55,10 @@ def network() -> Any:
 
 
 def learn(model: Any, update: Callable[[], None], *, accumulation: int = 1, each: bool = False) -> Any:
-    """AdamW; each rank has the same batch, so that one process computes the same. `each`: after each micro-batch."""
+    """Trains with AdamW. All ranks have the same batch, so one process gets the same result.
+
+    `update` runs after each optimizer step and, with `each`, after each micro-batch.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -73,14 +76,15 @@ def learn(model: Any, update: Callable[[], None], *, accumulation: int = 1, each
 
 
 def reference(decay: float, accumulation: int = 1) -> Dict[str, Any]:
-    """The formula, in one process without a wrapper: the first update copies, and buffers are copied."""
+    """The EMA of one process without a wrapper. The first update copies the weights; each one copies the buffers."""
     model, average = network(), {}  # type: Any, Dict[str, Any]
 
     def update() -> None:
+        parameters = dict(model.named_parameters())
         for name, value in model.state_dict().items():
             new = value.detach().clone()
-            mix = name in average and name in dict(model.named_parameters())
-            average[name] = decay * average[name] + (1 - decay) * new if mix else new
+            is_averaged = name in average and name in parameters
+            average[name] = decay * average[name] + (1 - decay) * new if is_averaged else new
 
     learn(model, update, accumulation=accumulation)
     return average
@@ -99,7 +103,7 @@ def judge(model: Any, ema: Any, before: Dict[str, Any], expected: Dict[str, Any]
 
 
 def replicated(ctx: Context, *, way: str, decay: float = 0.9, accumulation: int = 1) -> None:
-    """DDP, and an EMA that is kept in various ways."""
+    """Trains with DDP and updates an EMA in one of several ways."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -137,32 +141,17 @@ def replicated(ctx: Context, *, way: str, decay: float = 0.9, accumulation: int 
 
 
 def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
-    """FSDP2 or FSDP1: an EMA made before or after it, sharded or not."""
+    """Trains with FSDP2 or FSDP1; the EMA is created before or after sharding, and is sharded or not."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
     ctx.init_process_group(timeout_s=20)
-    mesh, decay, model = init_device_mesh("cpu", (2,)), 0.9, network()
-    old, options = list(model.parameters()), {"device_id": torch.device("cpu"), "use_orig_params": True}
+    decay, model = 0.9, network()
+    old = list(model.parameters())
     ema = AveragedModel(model, avg_fn=get_ema_avg_fn(decay))
     ema.module.float()
     ctx.reached()
-    if fsdp1:
-        model = FullyShardedDataParallel(model, **options)
-        if way == "both":
-            ema.module = FullyShardedDataParallel(ema.module, **options)
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        if way in ("both", "validated"):
-            for net in (model, ema.module):
-                for block in net.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(net, mesh=mesh)
-        else:
-            fully_shard(model, mesh=mesh)
+    model = shard_with_fsdp1(model, ema, way) if fsdp1 else shard(model, ema, way)
     if way == "late":
         ema = AveragedModel(model, avg_fn=get_ema_avg_fn(decay))
     before = values(ema.module)
@@ -174,26 +163,60 @@ def sharded(ctx: Context, *, way: str, fsdp1: bool = False) -> None:
                     average.lerp_(p, 1 - decay)
         else:
             ema.update_parameters(model)
-            validate()
-
-    def validate() -> None:
-        ema.module.eval()
-        batch = torch.ones(2, 8)
-        if fsdp1:
-            with FullyShardedDataParallel.summon_full_params(ema.module, writeback=False), torch.no_grad():
-                ema.module(batch)
-            return
-        with torch.no_grad():
-            ema.module(batch)
-        if way == "both":
-            ema.module.reshard()
+            validate_with_fsdp1(ema) if fsdp1 else validate(ema, way)
 
     learn(model, update)
     judge(model, ema.module, before, reference(decay))
 
 
-def half(ctx: Context, *, way: str) -> None:
-    """One process that trains in bf16, with an EMA of the same dtype or in float32."""
+def shard(model: Any, ema: Any, way: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    if way in ("both", "validated"):
+        for net in (model, ema.module):
+            for block in net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+    else:
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def shard_with_fsdp1(model: Any, ema: Any, way: str) -> Any:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    model = FullyShardedDataParallel(model, **options)
+    if way == "both":
+        ema.module = FullyShardedDataParallel(ema.module, **options)
+    return model
+
+
+def validate(ema: Any, way: str) -> None:
+    import torch
+
+    ema.module.eval()
+    batch = torch.ones(2, 8)
+    with torch.no_grad():
+        ema.module(batch)
+    if way == "both":
+        ema.module.reshard()
+
+
+def validate_with_fsdp1(ema: Any) -> None:
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    ema.module.eval()
+    with FullyShardedDataParallel.summon_full_params(ema.module, writeback=False), torch.no_grad():
+        ema.module(torch.ones(2, 8))
+
+
+def train_in_bf16(ctx: Context, *, way: str) -> None:
+    """One process trains in bf16, with an EMA in bf16 or in float32."""
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
     model = network().bfloat16()
@@ -202,14 +225,14 @@ def half(ctx: Context, *, way: str) -> None:
         ema.module.float()
     before = values(ema.module)
     ctx.reached()
-    ema.n_averaged.add_(1)  # the first update would copy
+    ema.n_averaged.add_(1)  # otherwise the first update copies the weights
     learn(model, lambda: ema.update_parameters(model))
     if lines := check_ema(model, ema.module, before):
         raise Symptom("; ".join(lines))
 
 
 def resume(ctx: Context, *, way: str) -> None:
-    """One process saves its EMA, loads it into a new one, and updates that once."""
+    """One process saves its EMA, loads it into a new one, and updates the new one once."""
     import torch
     from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
@@ -232,22 +255,22 @@ def resume(ctx: Context, *, way: str) -> None:
 
 
 WAYS = {
-    "names": "parameters are looked up by name, and DDP has prefixed the names with `module.`",
-    "switch": "AveragedModel with get_ema_avg_fn, made of the model before DDP and updated in each optimizer step",
-    "unwrapped": "parameters are looked up in the unwrapped model, and buffers are copied",
-    "parameters": "parameters of the unwrapped model are averaged, buffers are left alone",
-    "use_buffers": "AveragedModel with use_buffers=True, which averages integers too",
-    "rank-zero": "only rank 0 updates its EMA",
-    "each": "the EMA is updated in each of four micro-batches",
-    "references": "the EMA reads a list of parameters from before fully_shard",
-    "late": "the EMA is made of a model that is sharded already",
-    "whole": "the model is sharded, the EMA is not",
-    "both": "the EMA is made before sharding, and both are sharded in the same way",
-    "validated": "both are sharded, and the EMA is not resharded after its forward",
-    "bf16": "the EMA is in bf16, as the model",
-    "float32": "the EMA is in float32",
-    "module": "only the averaged module is saved and loaded",
-    "state": "the whole AveragedModel is saved and loaded, with n_averaged",
+    "names": "the update looks parameters up by name, but DDP prefixes the names with `module.`",
+    "switch": "AveragedModel with get_ema_avg_fn is created before DDP and updated after each optimizer step",
+    "unwrapped": "the update looks parameters up in the unwrapped model, and copies the buffers",
+    "parameters": "the update averages the parameters of the unwrapped model, but ignores its buffers",
+    "use_buffers": "AveragedModel with use_buffers=True also averages integer buffers",
+    "rank-zero": "only rank 0 updates its EMA, so the EMA of rank 1 never changes",
+    "each": "the loop updates the EMA after each of four micro-batches",
+    "references": "the update reads a list of parameters from before fully_shard",
+    "late": "the EMA is created from a model that is already sharded",
+    "whole": "the model is sharded, but the EMA is not",
+    "both": "the EMA is created before sharding, and model and EMA are sharded in the same way",
+    "validated": "model and EMA are sharded, but the EMA is not resharded after its forward",
+    "bf16": "the EMA is in bf16 like the model, so small changes are rounded away",
+    "float32": "the EMA is in float32, which keeps small changes",
+    "module": "the checkpoint has only the averaged module, so the first update after a resume copies the weights",
+    "state": "the checkpoint has the whole AveragedModel, with n_averaged",
 }
 
 
@@ -286,7 +309,7 @@ probe = Probe(
         pair("not-sharded", sharded, "whole", "both", MIXED, **FSDP2),
         pair("validated", sharded, "validated", "both", ADDED, **FSDP2),
         pair("fsdp1", sharded, "whole", "both", SIZE, fsdp1=True, **FSDP1),
-        pair("bf16", half, "bf16", "float32", symptom(r"EMA: \d of 9 tensors"), world=1),
+        pair("bf16", train_in_bf16, "bf16", "float32", symptom(r"EMA: \d of 9 tensors"), world=1),
         pair("resume", resume, "module", "state", symptom(r"EMA: 5 of 5 weights"), world=1),
     ),
 )

@@ -1,4 +1,4 @@
-"""The text holds another number of image placeholders than the vision tower gives features."""
+"""The number of image placeholders in the text differs from the number of features of the vision tower."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from kb.probe import (
     unknown,
 )
 
-IMAGE, PAD, TEXT = 0, 1, 5  # token ids; greedy decoding prefers the lowest where all are equally likely
+IMAGE, PAD, TEXT = 0, 1, 5  # token ids; greedy decoding picks the lowest if all are equally likely
 PER_IMAGE = 4
 LONG = [TEXT] * 4 + [IMAGE] * PER_IMAGE + [TEXT]
 SHORT = [TEXT] + [IMAGE] * PER_IMAGE + [TEXT]
 
 
 def truncated(max_length: int) -> List[List[int]]:
-    """Two samples with an image each, cut and padded as a collator does it: the pixels stay as they are."""
+    """Two samples with one image each, truncated and padded as a collator does; it does not change the pixels."""
     width = min(max_length, len(LONG))
     return [(sample + [PAD] * len(LONG))[:width] for sample in (LONG, SHORT)]
 
 
 def build() -> Any:
-    """A LLaVA of some thousand random weights, which makes four features of an image."""
+    """A LLaVA with a few thousand random weights, which computes four features per image."""
     from transformers import (  # type: ignore[import-not-found]
         CLIPVisionConfig,
         LlamaConfig,
@@ -59,11 +59,11 @@ def build() -> Any:
 
 
 def scatter(ctx: Context, *, max_length: int) -> None:
-    """What the models do with the features, in torch: each goes to the next placeholder of the batch."""
+    """Merges features as the models do, in plain torch: each goes to the next placeholder of the batch."""
     import torch
 
     input_ids = torch.tensor(truncated(max_length))
-    features = torch.arange(2.0).repeat_interleave(PER_IMAGE)  # the number of the image that each comes from
+    features = torch.arange(2.0).repeat_interleave(PER_IMAGE)  # the number of the image of each feature
     ctx.reached()
     placeholders = input_ids == IMAGE
     merged = torch.full(input_ids.shape, -1.0).masked_scatter(placeholders, features)
@@ -89,13 +89,13 @@ def train(ctx: Context, *, max_length: int) -> None:
 
 
 def train_unchecked(ctx: Context, *, max_length: int) -> None:
-    """The folklore: the comparison is switched off, by TRANSFORMERS_DISABLE_TORCH_CHECK=1."""
+    """The folklore turns the comparison off, with TRANSFORMERS_DISABLE_TORCH_CHECK=1."""
     import torch
 
     try:
         from transformers.utils.import_utils import torch_compilable_check  # type: ignore[import-not-found] # noqa: F401
     except ImportError as error:
-        raise Unavailable("this transformers has no such variable") from error
+        raise Unavailable("this release of transformers does not have TRANSFORMERS_DISABLE_TORCH_CHECK") from error
     torch.manual_seed(0)
     model, pixel_values = build(), torch.randn(2, 3, 8, 8)
     input_ids = torch.tensor(truncated(max_length))
@@ -106,11 +106,11 @@ def train_unchecked(ctx: Context, *, max_length: int) -> None:
     difference = float((together - alone).abs().max())
     ctx.note(difference=difference)
     if difference > 1e-4:
-        raise Symptom("no error, and an untruncated sample has other logits beside a truncated one: %.4f" % difference)
+        raise Symptom("no error, but a truncated sample changes the logits of an untruncated one by %.4f" % difference)
 
 
 def roll_out(ctx: Context, *, blocks: bool) -> None:
-    """The model answers with the placeholder, and the answer is trained on together with its prompt."""
+    """The model generates the placeholder, and training runs on the prompt and this answer."""
     import torch
 
     model = build().to(ctx.device)
@@ -130,7 +130,7 @@ def roll_out(ctx: Context, *, blocks: bool) -> None:
 
 
 def stream(ctx: Context, *, dispatches: bool) -> None:
-    """The Trainer of transformers and a streamed data set, each sample of which has two images."""
+    """Trains with the Trainer of transformers on a streamed dataset whose samples have two images each."""
     import torch
     from torch.utils.data import IterableDataset
     from transformers import Trainer, TrainingArguments
@@ -144,7 +144,7 @@ def stream(ctx: Context, *, dispatches: bool) -> None:
         return {"input_ids": input_ids, "labels": input_ids, "pixel_values": torch.randn(2 * len(samples), 3, 8, 8)}
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # a job of one process, without a launcher
+        os.environ.pop(name, None)  # one process without a launcher
     output_dir = ctx.path("out")
     options = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}
     if dispatches:
@@ -157,21 +157,23 @@ def stream(ctx: Context, *, dispatches: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the placeholders of the largest images fit into the sequence?"""
+    """Does the sequence have room for the placeholders of the largest images?"""
     length, pixels, side, images = (params[name] for name in ("max_length", "max_pixels", "side", "images"))
     if length is None or pixels is None:
         advice = "--set max_length=8192 --set max_pixels=1003520 --set images=4; side=32 for Qwen3-VL"
-        return unknown("max_length and max_pixels are not both given", advice=advice)
+        return unknown("`max_length` or `max_pixels` is not set", advice=advice)
     if min(length, pixels, side, images, params["text"] + 1) < 1:
-        return unknown("a number below 1 is no limit, and text has no length below 0")
+        return unknown("max_length, max_pixels, side and images must be at least 1, and text at least 0")
     tokens = images * (pixels // side**2)
-    evidence = "%d images of up to %d placeholders, one for %dx%d pixels: %d of %d tokens"
+    evidence = "%d images of up to %d placeholders each, one per %dx%d pixels, need %d of %d tokens"
     counts = (images, pixels // side**2, side, side, tokens, length)
     if tokens + params["text"] > length:
         return exposed(
-            evidence % counts, "%d tokens of text" % params["text"], advice="longer, smaller, or fewer: Fix 1, 2"
+            evidence % counts,
+            "the text needs %d tokens" % params["text"],
+            advice="allow longer sequences, or use smaller or fewer images: Fix 1 and 2",
         )
-    return unknown(evidence % counts, "other processors count differently, and videos and tools add to it")
+    return unknown(evidence % counts, "other processors count differently, and videos and tools need more tokens")
 
 
 LLAVA = MappingProxyType({"torch": ">=2.2", "transformers": ">=4.57"})
@@ -199,9 +201,9 @@ def pair(
     )
 
 
-CUT = "a sequence is cut at six tokens, among its placeholders, and the pixels stay"
-WHOLE = "the sequence is long enough for all placeholders"
-SCATTER = "the forward of a vision-language model without its comparison"
+CUT = "a sequence is truncated to six tokens and loses placeholders, but the batch keeps all pixels"
+WHOLE = "the sequences are long enough for all placeholders"
+SCATTER = "the forward of a vision-language model, without its comparison of the two numbers"
 transformers_pair = pair(
     "transformers", partial(train, max_length=6), partial(train, max_length=9), MISMATCH, CUT, WHOLE
 )
@@ -209,11 +211,13 @@ transformers_pair = pair(
 probe = Probe(
     check=check,
     params={
-        "max_length": Param("int", "tokens of a sequence: max_length, cutoff_len, max_prompt_length"),
-        "max_pixels": Param("int", "the largest image after resizing, in pixels: max_pixels, image_max_pixels"),
-        "images": Param("int", "images of one sample", 1),
-        "side": Param("int", "pixels along the side of one placeholder: 28 for Qwen2-VL and Qwen2.5-VL", 28),
-        "text": Param("int", "tokens of text", 0),
+        "max_length": Param("int", "largest number of tokens in a sequence: max_length, cutoff_len, max_prompt_length"),
+        "max_pixels": Param("int", "pixels of the largest image after resizing: max_pixels, image_max_pixels"),
+        "images": Param("int", "number of images in one sample", 1),
+        "side": Param(
+            "int", "side of the square that one placeholder stands for, in pixels: 28 for Qwen2-VL and Qwen2.5-VL", 28
+        ),
+        "text": Param("int", "number of tokens of text", 0),
     },
     experiments=(
         transformers_pair,
@@ -237,8 +241,8 @@ probe = Probe(
             "unchecked",
             partial(train_unchecked, max_length=6),
             partial(train_unchecked, max_length=9),
-            symptom(r"no error, and an untruncated sample has other logits"),
-            CUT + "; the comparison is switched off",
+            symptom(r"no error, but a truncated sample changes the logits of an untruncated one"),
+            CUT + "; the comparison is off",
             WHOLE,
             {"TRANSFORMERS_DISABLE_TORCH_CHECK": "1"},
         ),
@@ -247,8 +251,8 @@ probe = Probe(
             partial(stream, dispatches=True),
             partial(stream, dispatches=False),
             MISMATCH,
-            "accelerate dispatches the batch of a streamed data set, and slices the pixels by the number of samples",
-            "dispatch_batches=False: the batch stays as the collator made it",
+            "accelerate dispatches the batch of a streamed dataset, and slices the pixels by the number of samples",
+            "with dispatch_batches=False the batch stays as the collator made it",
             packages={"accelerate": ">=0.30"},
         ),
         pair(
@@ -256,8 +260,8 @@ probe = Probe(
             partial(roll_out, blocks=False),
             partial(roll_out, blocks=True),
             MISMATCH,
-            "the answer contains the placeholder",
-            "the placeholder cannot be sampled",
+            "the model generates the placeholder, so the text has more placeholders than features",
+            "suppress_tokens keeps the model from generating the placeholder",
         ),
     ),
 )

@@ -1,10 +1,11 @@
-"""One rank has one batch more than the other, as any split of data by rank, file or token budget may produce."""
+"""One rank has one batch more than the other, as after a split of the data by rank, file or token budget."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from functools import partial
-from typing import Any, List, Mapping
+from typing import Any, Iterator, List, Mapping
 
 from kb.probe import (
     GLOO_TIMEOUT,
@@ -26,20 +27,41 @@ TORCH = {"torch": ">=2.1"}
 
 
 def train(ctx: Context, *, together: str = "", barrier_after: bool = False, timeout_s: float = 2) -> None:
-    """One epoch. `together` is how the ranks come to stop in the same step."""
+    """Trains one epoch. `together` says how the ranks stop in the same step: agree, count, join, throw, or not."""
     import torch
     from torch import nn
     from torch.distributed.algorithms.join import Join
     from torch.nn.parallel import DistributedDataParallel
 
-    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else timeout_s)
-    device = ctx.device
-    model = DistributedDataParallel(nn.Linear(16, 16).to(device))
-    loader: List[Any] = [torch.randn(2, 16, device=device) for _ in range(BATCHES[ctx.rank])]
-    if together == "agree" and ctx.rank:
-        loader.insert(1, None)  # as a collator returns it for a broken sample
+    ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else timeout_s)
+    model = DistributedDataParallel(nn.Linear(16, 16).to(ctx.device))
+    loader: List[Any] = [torch.randn(2, 16, device=ctx.device) for _ in range(BATCHES[ctx.rank])]
+    ctx.reached()
+    batches: Any = loader
+    if together == "agree":
+        if ctx.rank:
+            loader.insert(1, None)  # as a collator returns it for a broken sample
+        batches = agreed_batches(loader, ctx.device)
+    elif together == "count":
+        batches = counted_batches(loader, ctx.device)
+    steps, joins = 0, together in ("join", "throw")
+    with Join([model], throw_on_early_termination=together == "throw") if joins else contextlib.nullcontext():
+        for batch in batches:
+            model(batch).sum().backward()
+            assert model.module.weight.grad.isfinite().all().item()  # waits for the GPU, as logging a loss does
+            steps += 1
+    if barrier_after:
+        torch.distributed.barrier()
+    ctx.note(steps=steps)
+    ctx.meet("trained", timeout_s=15)  # the rank that ran out of data is alive and busy elsewhere, as in training
+    assert steps == (BATCHES[ctx.rank] if together == "join" else min(BATCHES)), steps
 
-    # Before every step all ranks agree on whether each of them has a batch.
+
+def agreed_batches(loader: Any, device: Any) -> Iterator[Any]:
+    """Before every step all ranks agree on whether each of them has a batch."""
+    import torch
+    import torch.distributed as dist
+
     def in_step(batches, device):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         iterator = iter(batches)
         while True:
@@ -50,40 +72,23 @@ def train(ctx: Context, *, together: str = "", barrier_after: bool = False, time
                 return
             yield batch
 
-    def step(batch: Any) -> int:
-        model(batch).sum().backward()
-        assert model.module.weight.grad.isfinite().all().item()  # waits for the GPU, as logging a loss does
-        return 1
-
-    ctx.reached()
-    batches: Any = loader
-    if together == "agree":
-        batches = in_step(loader, device)  # type: ignore[no-untyped-call]
-    elif together == "count":
-        n = torch.tensor([sum(1 for _ in loader)], device=device)
-        dist.all_reduce(n, op=dist.ReduceOp.MIN)
-        batches = itertools.islice(loader, n.item())
-    steps = 0
-    if together == "join":
-        with Join([model]):
-            for batch in batches:
-                steps += step(batch)
-    elif together == "throw":
-        with Join([model], throw_on_early_termination=True):
-            for batch in batches:
-                steps += step(batch)
-    else:
-        for batch in batches:
-            steps += step(batch)
-    if barrier_after:
-        dist.barrier()
-    ctx.note(steps=steps)
-    ctx.meet("trained", timeout_s=15)  # the rank that ran out of data is alive and busy elsewhere, as in training
-    assert steps == (BATCHES[ctx.rank] if together == "join" else min(BATCHES)), steps
+    batches = in_step(loader, device)  # type: ignore[no-untyped-call]
+    yield from batches
 
 
-def train_on(ctx: Context, *, momentum: float) -> None:
-    """Two epochs under Join. The rank that is done makes no optimizer step, and gets the weights of the other one."""
+def counted_batches(loader: Any, device: Any) -> Iterator[Any]:
+    """As many batches as the rank with the fewest has."""
+    import torch
+    import torch.distributed as dist
+
+    n = torch.tensor([sum(1 for _ in loader)], device=device)
+    dist.all_reduce(n, op=dist.ReduceOp.MIN)
+    batches = itertools.islice(loader, n.item())
+    yield from batches
+
+
+def train_two_epochs(ctx: Context, *, momentum: float) -> None:
+    """Trains two epochs under Join. A rank without batches makes no step, and gets the weights of the other rank."""
     import torch
     from torch import nn
     from torch.distributed.algorithms.join import Join
@@ -101,17 +106,17 @@ def train_on(ctx: Context, *, momentum: float) -> None:
                 model(torch.full((2, 4), 1.0 + number)).sum().backward()
                 optimizer.step()
                 if number == min(BATCHES) - 1:  # the last step that both ranks make
-                    mine = model.module.weight.detach().clone()
-    weights = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
-    dist.all_gather(weights, mine)
-    apart = (weights[0] - weights[1]).abs().max().item()
-    ctx.note(weights_apart=round(apart, 6))
-    if apart > 1e-5:
-        raise Symptom(f"in the second epoch the weights of the ranks are {apart:.3f} apart, no error")
+                    last_weight = model.module.weight.detach().clone()
+    weights = [torch.zeros_like(last_weight) for _ in range(ctx.world_size)]
+    dist.all_gather(weights, last_weight)
+    difference = (weights[0] - weights[1]).abs().max().item()
+    ctx.note(weights_apart=round(difference, 6))
+    if difference > 1e-5:
+        raise Symptom(f"in the second epoch the weights of the ranks are {difference:.3f} apart, no error")
 
 
 def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
-    """accelerate, groups of two batches, as many batches as the shortest rank has: the third is the last of rank 1."""
+    """accelerate accumulates over groups of two of three batches per rank. The third is the last one of rank 1."""
     dist = ctx.init_process_group(timeout_s=2)
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
@@ -134,7 +139,7 @@ def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
 
 
 def load(ctx: Context, *, even: bool) -> None:
-    """Eleven samples, of which rank 0 has six: three whole batches of two against two."""
+    """Loads eleven samples, of which rank 0 gets six and rank 1 five: three full batches of two, and two."""
     import torch
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
@@ -153,7 +158,7 @@ def load(ctx: Context, *, even: bool) -> None:
 
 
 def validate(ctx: Context, *, even: bool) -> None:
-    """Two sums of validation after the epoch, each as long as a gradient: wrong ones are noted, never raised."""
+    """Sums two scores after the epoch, each as long as a gradient. Wrong sums are noted and raise no error."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=2)
@@ -174,8 +179,8 @@ def validate(ctx: Context, *, even: bool) -> None:
     assert even == (not wrong), wrong
 
 
-UNEVEN = "rank 0 has a fourth batch, and the all-reduce of its gradient finds no partner"
-EVEN = "the ranks agree before every step and stop together after the third"
+UNEVEN = "rank 0 has a fourth batch, and no other rank joins the all-reduce of its gradient"
+EVEN = "the ranks agree before every step, and stop together after the third"
 TIMEOUT = raised(GLOO_TIMEOUT)
 
 gloo = Experiment(
@@ -195,7 +200,7 @@ def variant(
     expect: Expect = TIMEOUT,
     packages: Mapping[str, str] = TORCH,
 ) -> Experiment:
-    """`broken` is the job of the control arm, `fixed` what the treatment arm changes in it."""
+    """`broken` is the job of the control arm; `fixed` has the arguments that the treatment arm changes."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
@@ -218,44 +223,44 @@ probe = Probe(
         variant(
             "even-split",
             partial(load, even=False),
-            "every second sample for each rank, and DataLoader(drop_last=True): three batches against two",
+            "each rank takes every second sample; despite drop_last=True, rank 0 has three batches and rank 1 two",
             {"even": True},
-            "DistributedSampler gives both ranks five samples",
+            "DistributedSampler(drop_last=True) gives both ranks five samples",
         ),
         variant(
             "counted",
             partial(train, barrier_after=True),
-            f"{UNEVEN}: the barrier after the epoch is no gradient",
+            "rank 0 all-reduces the gradient of a fourth batch while rank 1 is in the barrier after the epoch",
             {"together": "count"},
-            "both ranks take as many batches as the shorter one has",
+            "both ranks take as many batches as the rank with the fewest has",
         ),
         variant(
             "accumulate",
             partial(accumulate, at_end_of_loader=True),
-            "accelerate reduces gradients on the last batch of a rank's own loader: rank 1 does, rank 0 does not",
+            "rank 1 reduces gradients on the last batch of its loader; rank 0 has more batches and does not",
             {"at_end_of_loader": False},
-            "sync_with_dataloader=False: both ranks count the batches of a group",
+            "with sync_with_dataloader=False both ranks reduce only after each group of two batches",
             packages={"torch": ">=2.2", "accelerate": ">=0.30"},
         ),
         variant(
             "join",
             partial(train, timeout_s=3),
-            f"{UNEVEN}, with a longer timeout",
+            f"{UNEVEN}; a longer timeout does not help",
             {"together": "join"},
-            "the rank that is done answers DDP's all-reduce; all seven batches are seen",
+            "under Join the rank without batches joins DDP's all-reduces, so all seven batches are used",
         ),
         variant(
             "join-momentum",
-            partial(train_on, momentum=0.9),
-            "the momentum of the rank that was done first lacks a step, so its next epoch takes other steps",
+            partial(train_two_epochs, momentum=0.9),
+            "the rank with fewer batches misses a momentum update, so its next epoch takes different steps",
             {"momentum": 0.0},
-            "without momentum there is no state that could differ",
+            "without momentum the optimizer has no state that could differ",
             symptom(r"the weights of the ranks are \d+\.\d+ apart"),
         ),
         variant(
             "join-throw",
             partial(train, together="throw"),
-            "Join stops all ranks as soon as one has no batch, and names it",
+            "Join raises on all ranks as soon as one has no batch, and names that rank",
             {"together": "agree"},
             EVEN,
             raised(r"Detected at least one rank that exhausted inputs|Rank 1 exhausted all inputs"),
@@ -263,9 +268,9 @@ probe = Probe(
         variant(
             "validation",
             partial(validate, even=False),
-            "rank 1 goes on to validation, whose sums meet the gradient of rank 0 and each other",
+            "rank 1 goes on to validation, and its sums are mixed with the gradient of rank 0",
             {"even": True},
-            "both ranks make three steps, and validate together",
+            "both ranks make three steps, then validate together",
             raised(GLOO_TIMEOUT + r".*score 1 is (8|3), not 2"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""A training checkpoint carries the run's `argparse.Namespace`, and torch.load refuses it since 2.6."""
+"""A training checkpoint contains the run's `argparse.Namespace`, which torch.load refuses since 2.6."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 
 
 class FromStranger:
-    """A hostile checkpoint: its pickle calls a function while it is read. This one makes a folder."""
+    """A hostile object: its pickle calls a function when it is loaded. This one creates a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -27,7 +27,7 @@ class FromStranger:
         return os.mkdir, (self.folder,)
 
 
-def trained() -> Any:
+def train_one_step() -> Any:
     """A model after one step, and its optimizer."""
     import torch
 
@@ -39,12 +39,12 @@ def trained() -> Any:
 
 
 def resume(ctx: Context, *, allowed: bool) -> None:
-    """Write weights, optimizer state and arguments as a training script does; read them back as it resumes."""
+    """Saves weights, optimizer state and arguments as a training script does, and loads them as if it resumed."""
     import pickle
 
     import torch
 
-    model, optimizer = trained()
+    model, optimizer = train_one_step()
     args, path = argparse.Namespace(lr=1e-4), ctx.path("checkpoint.pt")
     plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
     torch.save({**plain, "args": args}, path)
@@ -61,17 +61,19 @@ def resume(ctx: Context, *, allowed: bool) -> None:
             torch.load(ctx.path("stranger.pt"))
         except pickle.UnpicklingError as error:
             ctx.note(stranger=re.findall(r".*GLOBAL.*", str(error))[-1][:90])
-    assert not Path(ctx.path("ran")).exists(), "the allow-list let the stranger's file call a function"
+    assert not Path(ctx.path("ran")).exists(), (
+        "the hostile file called a function although the allow-list does not contain it"
+    )
     torch.load(ctx.path("stranger.pt"), weights_only=False)
     ctx.note(ran_with_weights_only_false=Path(ctx.path("ran")).exists())
     assert Path(ctx.path("ran")).exists()
 
 
 def save(ctx: Context, *, plain: bool) -> None:
-    """The arguments as an object or as a dict. Releases before 2.6 refuse it too, where the caller asks for it."""
+    """Saves the arguments as an object or as a dict. weights_only=True refuses the object before 2.6 too."""
     import torch
 
-    model, optimizer = trained()
+    model, optimizer = train_one_step()
     args, path, step = argparse.Namespace(lr=1e-4), ctx.path("checkpoint.pt"), 1
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "args": args}
     ctx.reached()
@@ -86,7 +88,7 @@ def save(ctx: Context, *, plain: bool) -> None:
 
 
 def save_with_protocol(ctx: Context, **options: int) -> None:
-    """Nothing but a tensor, in the pickle protocol of `options` or in torch's own."""
+    """Saves a single tensor, with the pickle protocol of `options` or with torch's default."""
     import torch
 
     torch.save({"weight": torch.ones(4)}, ctx.path("checkpoint.pt"), **options)
@@ -94,8 +96,8 @@ def save_with_protocol(ctx: Context, **options: int) -> None:
     assert torch.load(ctx.path("checkpoint.pt"), weights_only=True)["weight"].tolist() == [1.0] * 4
 
 
-def load_own(ctx: Context) -> None:
-    """A file of one's own, in a process that the environment variable is set for or not."""
+def load_trusted(ctx: Context) -> None:
+    """Loads a file that this process wrote, with or without the environment variable."""
     import torch
 
     args = argparse.Namespace(lr=1e-4)
@@ -105,7 +107,7 @@ def load_own(ctx: Context) -> None:
 
 
 def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
-    """numpy's random state, with everything allowed that torch lists of the file, or with the dtype's class as well."""
+    """Loads numpy's random state. The allow-list has all names that torch lists, with or without the dtype's class."""
     import numpy as np  # type: ignore[import-not-found,unused-ignore]
     import torch
 
@@ -123,7 +125,7 @@ def load_random_state(ctx: Context, *, with_dtype_class: bool) -> None:
 
 
 def save_containers(ctx: Context, *, plain: bool) -> None:
-    """Containers whose classes are all allowed, as they are or as a dict and a list."""
+    """Saves a defaultdict and a deque, whose classes are allowed, as they are or as a dict and a list."""
     import torch
 
     counts, recent = defaultdict(int, tokens=7), deque([2.5, 2.25])
@@ -136,7 +138,7 @@ def save_containers(ctx: Context, *, plain: bool) -> None:
 
 
 class Annealing:
-    """As the schedulers of torch before 2.4: the state holds a function that is nested in a class."""
+    """Like the schedulers of torch before 2.4, whose state contains a function of a class."""
 
     @staticmethod
     def cosine(start: float) -> float:
@@ -144,7 +146,7 @@ class Annealing:
 
 
 def save_old_schedule(ctx: Context, *, without_function: bool) -> None:
-    """Load the file of an older torch once with everything allowed, and save it again."""
+    """Loads the file of an older torch once with weights_only=False, and saves it again."""
     import torch
 
     path = ctx.path("checkpoint.pt")
@@ -167,46 +169,51 @@ ALLOWED = re.compile(
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a checkpoint name classes that torch.load refuses by default? Runs nothing in it."""
+    """Does a checkpoint name classes that torch.load refuses by default? The check runs no code of the file."""
     if params["checkpoint"] is None:
-        return unknown("no checkpoint was named; %s" % _torch(), advice="--set checkpoint=/path/to/checkpoint.pt")
+        return unknown(
+            "`checkpoint` is not set; %s" % _installed_torch(), advice="--set checkpoint=/path/to/checkpoint.pt"
+        )
     try:
         checkpoint = read_checkpoint(params["checkpoint"])
     except Unreadable as error:
         return unknown(str(error))
     names = {name for name in checkpoint.names if not ALLOWED.fullmatch(name)}
-    surely = sorted(name for name in names if not re.match(r"torch\.(?!nn\.modules\.|optim\.)", name))
-    perhaps = sorted(names.difference(surely))
+    refused = sorted(name for name in names if not re.match(r"torch\.(?!nn\.modules\.|optim\.)", name))
+    doubtful = sorted(names.difference(refused))
     protocol = _protocol(params["checkpoint"]) if checkpoint.format == "torch.save" else 2
     written = []
     if protocol not in (2, 3):
-        spelt = "pickle_protocol=%d" % protocol if protocol else "pickle_protocol=0 or 1"
-        written = ["written with %s; torch.load reads 2 and 3" % spelt]
-    if surely:
-        advice = "import what you trust of it and pass it to torch.serialization.safe_globals([...])"
-        if any(CALLS.fullmatch(name) for name in surely):
-            advice = "allow no getattr, eval or module of the system: if your own job wrote the file, load it once with"
-            advice += " weights_only=False, take the function out and save plain data; if not, take it for an attack"
+        option = "pickle_protocol=%d" % protocol if protocol else "pickle_protocol=0 or 1"
+        written = ["torch.save wrote the file with %s; torch.load reads only 2 and 3" % option]
+    if refused:
+        advice = "import the classes that you trust, and pass them to torch.serialization.safe_globals([...])"
+        if any(CALLS.fullmatch(name) for name in refused):
+            advice = "do not allow getattr, eval or system modules: if your own job wrote the file, load it once with"
+            advice += " weights_only=False, remove the function and save plain data; if not, treat it as an attack"
         elif protocol not in (2, 3):
-            advice = AGAIN
-        elif CONTAINERS.intersection(surely):
-            advice += "; that does not help with defaultdict (torch 2.10 and newer) and deque: save a dict and a list"
+            advice = SAVE_AGAIN
+        elif CONTAINERS.intersection(refused):
+            advice += "; for defaultdict (torch 2.10 and newer) and deque this does not help: save a dict and a list"
         return exposed(
-            *written, *["not allowed by default: " + name for name in surely + perhaps], _torch(), advice=advice
+            *written,
+            *["torch.load refuses by default: " + name for name in refused + doubtful],
+            _installed_torch(),
+            advice=advice,
         )
     if written:
-        return exposed(*written, advice=AGAIN)
-    if perhaps:
+        return exposed(*written, advice=SAVE_AGAIN)
+    if doubtful:
         advice = ""
-        if any(name.startswith("torch.distributed.tensor.") for name in perhaps):
+        if any(name.startswith("torch.distributed.tensor.") for name in doubtful):
             advice = "import torch.distributed.tensor before torch.load"
-        return unknown(*["allowed in some releases of torch: " + name for name in perhaps], _torch(), advice=advice)
-    return clear("%s holds tensors and plain data only" % params["checkpoint"])
+        return unknown(
+            *["only some releases of torch allow: " + name for name in doubtful], _installed_torch(), advice=advice
+        )
+    return clear("%s contains only tensors and plain data" % params["checkpoint"])
 
 
-AGAIN = (
-    "load it once with weights_only=False, if your own job wrote it, and save it as plain data without pickle_protocol"
-)
+SAVE_AGAIN = "if your own job wrote the file, load it once with weights_only=False and save it without pickle_protocol"
 CONTAINERS = {"collections.defaultdict", "collections.deque"}
 CALLS = re.compile(
     r"(builtins|__builtin__)\.(getattr|eval|exec|compile|open|__import__)|(os|posix|nt|sys|subprocess|shutil)\..*"
@@ -214,7 +221,7 @@ CALLS = re.compile(
 
 
 def _protocol(path: Path) -> int:
-    """The protocol that the pickle of a file of torch.save begins with, 0 where it says none, as 0 and 1 do."""
+    """The pickle protocol of a file of torch.save; 0 if the pickle names none, as in protocols 0 and 1."""
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.rpartition("/")[2] == "data.pkl":
@@ -224,9 +231,13 @@ def _protocol(path: Path) -> int:
     return 0
 
 
-def _torch() -> str:
+def _installed_torch() -> str:
     torch = version("torch")
-    return "torch %s is installed; the default changed in 2.6" % torch if torch else "torch is not installed here"
+    return (
+        "torch %s is installed; the default changed in 2.6" % torch
+        if torch
+        else "torch is not installed in this interpreter"
+    )
 
 
 def variant(
@@ -239,7 +250,7 @@ def variant(
     packages: Mapping[str, str],
     env: Mapping[str, str] = MappingProxyType({}),
 ) -> Experiment:
-    """`env` is that of the treatment arm."""
+    """`env` is the environment of the treatment arm."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=raised(pattern), because=because, fidelity="cpu"),
@@ -251,11 +262,13 @@ def variant(
 
 
 REFUSED = r"Unsupported global: GLOBAL argparse\.Namespace was not an allowed global by default"
-NAMESPACE = "the checkpoint carries an argparse.Namespace, and the class is on no allow-list"
+NAMESPACE = "the checkpoint contains an argparse.Namespace, and no allow-list names that class"
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .ckpt, .bin; nothing in it is run")},
+    params={
+        "checkpoint": Param("path", "a file of torch.save: .pt, .pth, .ckpt, .bin; the check runs no code of the file")
+    },
     experiments=(
         variant(
             "resume",
@@ -263,7 +276,7 @@ probe = Probe(
             partial(resume, allowed=True),
             REFUSED,
             NAMESPACE,
-            "the same file is read with that one class allowed; a file that calls os.mkdir stays refused",
+            "the allow-list names this class; torch.load still refuses a file that calls os.mkdir",
             {"torch": ">=2.6"},
         ),
     ),
@@ -274,7 +287,7 @@ probe = Probe(
             partial(save, plain=True),
             REFUSED + r"|Unsupported (class|global) argparse\.Namespace",
             NAMESPACE,
-            "the arguments are saved as a dict, and nothing has to be allowed",
+            "the arguments are saved as a dict, so torch.load needs no allow-list",
             {"torch": ">=2.1"},
         ),
         variant(
@@ -282,8 +295,8 @@ probe = Probe(
             partial(save_with_protocol, pickle_protocol=4),
             save_with_protocol,
             r"Unsupported operand 149",
-            "the file was saved with pickle_protocol=4, and has nothing but a tensor in it",
-            "torch chooses the protocol",
+            "the file contains only a tensor, but was saved with pickle_protocol=4",
+            "torch.save chooses the pickle protocol itself",
             {"torch": ">=2.1"},
         ),
         variant(
@@ -291,8 +304,8 @@ probe = Probe(
             partial(save_containers, plain=False),
             partial(save_containers, plain=True),
             r"Can only (SETITEM for dict|extend lists)",
-            "both classes are allowed, and torch refuses to fill a deque, from 2.10 on a defaultdict too",
-            "they are saved as a dict and a list",
+            "both classes are allowed, but torch refuses to fill a deque, and since 2.10 a defaultdict",
+            "the containers are saved as a dict and a list",
             {"torch": ">=2.5"},
         ),
         variant(
@@ -300,17 +313,17 @@ probe = Probe(
             partial(save_old_schedule, without_function=False),
             partial(save_old_schedule, without_function=True),
             r"getattr",
-            "the state of the scheduler holds a function of a class, and was saved again as it was",
-            "the function is taken out before the file is saved again",
+            "the file is saved again with the function of a class in the scheduler's state",
+            "the function is removed from the state before the file is saved again",
             {"torch": ">=2.1"},
         ),
         variant(
             "environment",
-            load_own,
-            load_own,
+            load_trusted,
+            load_trusted,
             REFUSED,
             NAMESPACE,
-            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 turns the restriction off",
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 turns off weights_only",
             {"torch": ">=2.6"},
             {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         ),
@@ -319,8 +332,8 @@ probe = Probe(
             partial(load_random_state, with_dtype_class=False),
             partial(load_random_state, with_dtype_class=True),
             r"but got <class 'numpy\.dtypes\.UInt32DType'>",
-            "the names that torch lists are allowed, and the class of the dtype is not among them",
-            "the class of the dtype is allowed too",
+            "the names that torch lists are allowed, but the class of the dtype is not among them",
+            "the class of the dtype is allowed as well",
             {"torch": ">=2.6", "numpy": ">=1.25"},
         ),
     ),
