@@ -124,7 +124,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Does each file of this model folder contain what its name says, and does every shard of the index exist?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no model folder was named", advice="add --set checkpoint=/path/to/model, a folder or one file")
+        return unknown("no model folder was named", advice="run --set checkpoint=/path/to/model, a folder or one file")
     try:
         files = [path] if not path.is_dir() else sorted(path.iterdir())[:2000]
         found = _examine(files)

@@ -274,7 +274,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Does this file contain adapter weights, with names as PEFT writes them, and has training changed B?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no adapter was named", advice="add --set checkpoint=/path/to/adapter_model.safetensors")
+        return unknown("no adapter was named", advice="run --set checkpoint=/path/to/adapter_model.safetensors")
     try:
         read: Checkpoint = read_checkpoint(path)
     except Unreadable as error:

@@ -1,4 +1,4 @@
-"""Full fine-tuning of a quantized model: packed weights take no gradient, and the Trainer refuses them."""
+"""Full fine-tuning of a quantized model fails: packed weights cannot have a gradient, and the Trainer refuses them."""
 
 import os
 from functools import partial
@@ -8,11 +8,11 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 INTEGERS = r"[oO]nly Tensors of floating point (and complex )?dtype can require gradients"
 REFUSED = r"You cannot perform fine-tuning on purely quantized models"
-LINEAR = 7  # layers that are quantized in a Llama of one block
+QUANTIZED_LAYERS = 7  # in a Llama of one block
 
 
 def train_packed(ctx: Context, *, adapter: bool) -> None:
-    """A layer in 8 bits: its integers are to be trained, or two small matrices beside them."""
+    """Trains the integers of an 8-bit layer, or two small float matrices next to them."""
     import torch
 
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def train_packed(ctx: Context, *, adapter: bool) -> None:
 
 
 def load(ctx: Context, *, published: bool = False) -> Any:
-    """A tiny model in 4 bits of bitsandbytes: from a 16-bit one, or from files that are 4-bit already."""
+    """Loads a tiny model in 4 bits with bitsandbytes, from float weights or from files that are already 4-bit."""
     import torch
     from transformers import (  # type: ignore[import-not-found]
         AutoModelForCausalLM,
@@ -53,8 +53,8 @@ def load(ctx: Context, *, published: bool = False) -> Any:
     if published:
         name = ctx.path("4bit")
         model.save_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, **placed)  # no word about quantization
-    assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point(), "not quantized"
+        model = AutoModelForCausalLM.from_pretrained(name, **placed)  # without a quantization config
+    assert not model.model.layers[0].mlp.up_proj.weight.is_floating_point(), "the model is not quantized"
     return model
 
 
@@ -66,21 +66,21 @@ def adapt(model: Any) -> Any:
     return model
 
 
-def make(ctx: Context, way: str) -> Any:
-    """The model as it is handed to the Trainer."""
+def make_model(ctx: Context, way: str) -> Any:
+    """Makes the model that the Trainer receives."""
     model = load(ctx, published=way.startswith("published"))
-    if way == "result dropped":
+    if way == "result discarded":
         adapt(model)
     if way == "adapter":
         model = adapt(model)
-    if way == "published, made floats":
+    if way == "published, dequantized":
         model = model.dequantize()
-    if way == "check passed by":
+    if way == "check bypassed":
         model.is_quantized = False
     return model
 
 
-def trainer_of(ctx: Context, model: Any) -> Any:
+def make_trainer(ctx: Context, model: Any) -> Any:
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -97,24 +97,24 @@ def weights(model: Any) -> Dict[str, Any]:
 
 
 def train(ctx: Context, *, way: str) -> None:
-    """The Trainer gets the model, and trains it for three steps. A layer learns in its weight or in its adapter."""
+    """Trains the model for three steps with the Trainer. A layer learns in its weight or in its adapter."""
     import torch
 
-    model = make(ctx, way)
+    model = make_model(ctx, way)
     before = weights(model)
     ctx.reached()
-    trainer = trainer_of(ctx, model)
+    trainer = make_trainer(ctx, model)
     trainer.train()
     after = weights(model)
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     learned = sum(name.endswith(("_proj.weight", "lora_B.default.weight")) for name in changed)
     if learned == 0:
-        raise Symptom("training changed %d tensors, and 0 of %d quantized layers" % (len(changed), LINEAR))
-    assert learned == LINEAR, changed
+        raise Symptom("training changed %d tensors, and 0 of %d quantized layers" % (len(changed), QUANTIZED_LAYERS))
+    assert learned == QUANTIZED_LAYERS, changed
 
 
 def evaluate(ctx: Context, *, adapter: bool) -> None:
-    """A Trainer that is to measure the model only. A new adapter, switched off, does not change what it computes."""
+    """Evaluates the model with a Trainer. A new, disabled adapter does not change the output of the model."""
     import torch
 
     model = load(ctx)
@@ -124,7 +124,7 @@ def evaluate(ctx: Context, *, adapter: bool) -> None:
     if adapter:
         model = adapt(model)
     ctx.reached()
-    trainer = trainer_of(ctx, model)
+    trainer = make_trainer(ctx, model)
     with model.disable_adapter():
         loss = trainer.evaluate()["eval_loss"]
     assert abs(loss - expected) < 1e-4, (loss, expected)
@@ -139,7 +139,7 @@ def pair(
     needs: Any = None,
     **keyword: Any,
 ) -> Experiment:
-    """`keyword`: the one in which the arms differ, with its value in the control arm and in the treatment."""
+    """`keyword`: the keyword in which the arms differ, with its values in the control and the treatment arm."""
     fidelity = "stand-in" if stands_for else "cpu"
     [(key, values)] = keyword.items()
     control, treatment = (partial(job, **{key: value}) for value in values)
@@ -161,7 +161,11 @@ LIBRARIES = {
     "bitsandbytes": ">=0.50",
     "peft": ">=0.18",
 }
-ADAPTED = "the Trainer gets the PeftModel"
+ADAPTED = "the Trainer receives the PeftModel"
+DISCARDED = "the script discards the result of get_peft_model, and passes the base model"
+SAVED = "the files are already 4-bit, and the Trainer receives the quantized model"
+EVALUATES = "the Trainer refuses a quantized model even if it only evaluates"
+BYPASSED = "model.is_quantized = False bypasses the check, but the packed weights do not train"
 NONE = raised(REFUSED)
 UNCHANGED = symptom(r"training changed [1-9]\d* tensors, and 0 of 7 quantized layers")
 
@@ -171,16 +175,25 @@ probe = Probe(
             "integers",
             train_packed,
             raised(INTEGERS),
-            ("the packed weights are to be trained", "an adapter of floats is trained beside them"),
+            (
+                "requires_grad_(True) on packed integer weights raises an error",
+                "trains a float adapter next to the packed weights",
+            ),
             stands_for="a layer of bitsandbytes and its packed weights",
             needs={"torch": ">=2.1"},
             adapter=(False, True),
         ),
     ),
     variants=(
-        pair("result", train, NONE, ("get_peft_model, result dropped", ADAPTED), way=("result dropped", "adapter")),
-        pair("published", train, NONE, ("saved in 4 bits", "made floats"), way=("published", "published, made floats")),
-        pair("evaluation", evaluate, NONE, ("evaluates only", "a new adapter, switched off"), adapter=(False, True)),
-        pair("unchecked", train, UNCHANGED, ("the check is passed by", ADAPTED), way=("check passed by", "adapter")),
+        pair("result", train, NONE, (DISCARDED, ADAPTED), way=("result discarded", "adapter")),
+        pair(
+            "published",
+            train,
+            NONE,
+            (SAVED, "dequantize() turns the weights into floats first"),
+            way=("published", "published, dequantized"),
+        ),
+        pair("evaluation", evaluate, NONE, (EVALUATES, "the model has a new, disabled adapter"), adapter=(False, True)),
+        pair("unchecked", train, UNCHANGED, (BYPASSED, ADAPTED), way=("check bypassed", "adapter")),
     ),
 )

@@ -415,7 +415,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     """Does this checkpoint contain optimizer state? The check runs no code from the file."""
     path = params["checkpoint"]
     if path is None:
-        return unknown("no checkpoint was named", advice="add --set checkpoint=/path/to/checkpoint-1000")
+        return unknown("no checkpoint was named", advice="run --set checkpoint=/path/to/checkpoint-1000")
     order = "kb cannot see whether the script loads it, or in which order"
     if not os.path.isdir(path):
         try:
@@ -440,7 +440,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not weights or others or len(files) >= MOST_FILES:
         return unknown(
             "the file names in %s do not tell whether it contains optimizer state" % path,
-            advice="add --set checkpoint=FILE with one file of the folder",
+            advice="run --set checkpoint=FILE with one file of the folder",
         )
     return exposed(
         "%s has weights (%s) and no optimizer file" % (path, weights[0]),

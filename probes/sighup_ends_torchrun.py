@@ -154,7 +154,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     processes = [params["pid"]] if params["pid"] else launchers()
     if not processes:
         return unknown(
-            "this user runs no torchrun or accelerate on this machine", advice="start the job, or add --set pid=12345"
+            "this user runs no torchrun or accelerate on this machine", advice="start the job, or run --set pid=12345"
         )
     findings = [judge(process) for process in processes]
     evidence = [line for finding in findings for line in finding.evidence]
@@ -189,7 +189,7 @@ def judge(process: int) -> Finding:
         if not is_launcher(process):
             return unknown(
                 "process %d is not torchrun or accelerate, and kb must examine its launcher" % process,
-                advice="find the launcher with pgrep -f torchrun, and add --set pid=PID",
+                advice="find the launcher with pgrep -f torchrun, then run --set pid=PID",
             )
     except (OSError, ValueError) as error:
         return unknown("kb cannot read process %d: %s" % (process, error))

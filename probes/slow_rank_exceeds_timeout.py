@@ -1,4 +1,4 @@
-"""Rank 0 works alone for twice the process group's timeout while the other rank waits for it, as `zero_first` does."""
+"""Rank 0 works alone for twice the process group's timeout while rank 1 waits for it, as `zero_first` does."""
 
 from functools import partial
 from typing import Any, Mapping
@@ -28,12 +28,13 @@ def prepare_then_train(
     patient: bool = False,
     timeout_s: float = 1.5,
     before_launch: bool = False,
-    asks: float = 0,
+    monitored_s: float = 0,
     afterwards: bool = False,
 ) -> None:
-    """One rank works for 3 s. `asks` is after how many seconds a monitored barrier names it, instead of a barrier.
+    """One rank works for 3 s, and the others wait in a barrier: with `patient` in a gloo group with its own timeout.
 
-    `afterwards` raises the timeout of the group that exists.
+    `monitored_s` is the timeout of a monitored barrier, which names the late rank, instead of a barrier. `afterwards`
+    raises the timeout of the existing group.
     """
     import time
     from datetime import timedelta
@@ -42,10 +43,10 @@ def prepare_then_train(
 
     timeout_s = 6.0 if ctx.backend == "nccl" else timeout_s
     work_s = 12.0 if ctx.backend == "nccl" else 3.0
-    late = 1 if asks else 0
+    late = 1 if monitored_s else 0
 
     def prepare() -> None:
-        time.sleep(0 if before_launch else work_s)  # tokenise, evaluate, merge, upload: anything that is no collective
+        time.sleep(0 if before_launch else work_s)  # tokenise, evaluate, merge, upload: anything but a collective
 
     dist = ctx.init_process_group(timeout_s=timeout_s)
     waiting_room = dist.new_group(backend="gloo", timeout=timedelta(hours=4))
@@ -53,10 +54,10 @@ def prepare_then_train(
         set_timeout: Any = dist.set_timeout  # type: ignore[attr-defined,unused-ignore]
         set_timeout(timedelta(hours=4))
     ctx.reached()
-    if asks:
+    if monitored_s:
         if dist.get_rank() == late:
             prepare()
-        dist.monitored_barrier(group=waiting_room, timeout=timedelta(seconds=asks), wait_all_ranks=True)
+        dist.monitored_barrier(group=waiting_room, timeout=timedelta(seconds=monitored_s), wait_all_ranks=True)
     elif patient:
         if dist.get_rank() == 0:
             prepare()
@@ -70,49 +71,51 @@ def prepare_then_train(
     assert gradient.item() == ctx.world_size
 
 
-LONGEST_DEFAULT_S = 1800.0  # torch before 2.2, transformers' ddp_timeout, axolotl
+LONGEST_DEFAULT_S = 1800.0  # the default of torch before 2.2, transformers' ddp_timeout, and axolotl
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Compare how long one rank works alone with how long the others wait for it."""
+    """Does one rank work alone for longer than the others wait for it?"""
     alone_s, allowed_s = params["alone_s"], params["timeout_s"]
     if alone_s is None:
         return unknown(
-            torchs_default(),
-            "how long one of your ranks works alone cannot be seen from here",
-            advice="measure the longest stretch that one rank works alone: --set alone_s=2400 --set timeout_s=1800",
+            default_timeout(),
+            "kb does not know how long one rank of your job works alone",
+            advice="measure how long one rank works alone, then run --set alone_s=2400 --set timeout_s=1800",
         )
     alone = f"one rank works alone for {alone_s:.0f} s"
     if not alone_s > 0 or not (allowed_s is None or allowed_s > 0):
-        return unknown(alone, f"timeout_s={allowed_s}", advice="pass both in seconds, as measured and as logged")
+        return unknown(alone, f"timeout_s is {allowed_s}", advice="pass both in seconds, and above 0")
     if allowed_s is None and alone_s < LONGEST_DEFAULT_S:
         return unknown(
             alone,
-            torchs_default(),
-            advice="pass the Timeout(ms) that your log shows, in seconds: --set timeout_s=600",
+            default_timeout(),
+            advice="run --set timeout_s=600, the Timeout(ms) in your log in seconds",
         )
     if allowed_s is None:
-        waits = f"no default timeout known to us is longer than {LONGEST_DEFAULT_S:.0f} s"
+        waits = f"kb knows no default timeout that is longer than {LONGEST_DEFAULT_S:.0f} s"
     else:
         waits = f"the others wait {allowed_s:.0f} s"
         if allowed_s / 2 < alone_s < allowed_s:
-            return unknown(alone, waits, "the next run may take longer: other data, a cold cache, a busy file system")
+            return unknown(
+                alone, waits, "the next run may take longer, with other data, a cold cache, or a busy file system"
+            )
     if alone_s >= (LONGEST_DEFAULT_S if allowed_s is None else allowed_s):
         advice = "do this work before the launch, or let the others wait in a gloo group with its own timeout"
         return exposed(alone, waits, advice=advice)
     return clear(alone, waits)
 
 
-def torchs_default() -> str:
+def default_timeout() -> str:
     if not release("torch"):
-        return "no release of torch is installed here, so its default timeout is not known"
+        return "kb finds no torch in this environment, so it does not know the default timeout"
     default_s = 600 if release("torch") >= (2, 2) else 1800
     name = "torch " + version("torch")
-    return f"{name} waits {default_s} s in a group of nccl alone unless the job or its framework passes a timeout"
+    return f"{name} waits {default_s} s in a group with only nccl, unless the job or its framework passes a timeout"
 
 
-SHORT = "the others wait in the training group, whose timeout is half of what rank 0 needs"
-LONG = "the others wait in a gloo group with its own timeout; training keeps the short one"
+SHORT = "rank 1 waits in the training group, whose timeout is half the time that rank 0 works"
+LONG = "rank 1 waits in a gloo group with a longer timeout; the training group keeps the short one"
 
 gloo = Experiment(
     name="gloo",
@@ -123,7 +126,7 @@ gloo = Experiment(
         fidelity="cpu",
     ),
     treatment=Arm(partial(prepare_then_train, patient=True), expect=completed(), because=LONG, fidelity="cpu"),
-    settle_s=2.5,  # the slow rank is to finish its work and to meet the closed connection
+    settle_s=2.5,  # the slow rank has time to finish its work and to find the connection closed
     expected_s=(3.1, 3.1),
 )
 
@@ -131,7 +134,7 @@ gloo = Experiment(
 def variant(
     name: str, change: Mapping[str, Any], because: str, fix: str, torch: str = ">=2.1", **broken: Any
 ) -> Experiment:
-    """`change` is what the treatment arm changes, `broken` the job of the control arm."""
+    """`broken` has the arguments of the control arm, and `change` those that the treatment arm changes."""
     named = r"\[Rank 0\]: Ranks? 1 failed to pass monitoredBarrier in 1000 ms"
     expect = raised(named if broken else GLOO_TIMEOUT)
     return Experiment(
@@ -162,21 +165,26 @@ probe = Probe(
         gloo,
     ),
     variants=(
-        variant("raised", {"timeout_s": 20.0}, SHORT, "the training group is made with a timeout above that work"),
+        variant("raised", {"timeout_s": 20.0}, SHORT, "the training group has a timeout longer than the work"),
         variant(
             "set-timeout",
             {"afterwards": True},
             SHORT,
-            "dist.set_timeout raises the timeout of the group that exists, on every rank",
+            "dist.set_timeout raises the timeout of the existing group on every rank",
             torch=">=2.14",
         ),
-        variant("before-launch", {"before_launch": True}, SHORT, "the work was done before; rank 0 finds its result"),
+        variant(
+            "before-launch",
+            {"before_launch": True},
+            SHORT,
+            "rank 0 did the work before the launch, and finds its result",
+        ),
         variant(
             "monitored",
-            {"asks": 20.0},
-            "rank 1 is late, and a monitored barrier waits for it 1 s",
-            "the same barrier waits longer than rank 1 works",
-            asks=1.0,
+            {"monitored_s": 20.0},
+            "rank 1 is late, and a monitored barrier waits for it for only 1 s",
+            "the monitored barrier waits longer than rank 1 works",
+            monitored_s=1.0,
         ),
     ),
 )
