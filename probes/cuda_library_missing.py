@@ -1,4 +1,4 @@
-"""A CUDA library that another one needs is not where the dynamic linker looks, or an older one is found first."""
+"""The dynamic linker does not find a CUDA library that another one needs, or finds an older one first."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Tuple
 from kb.packages import version as installed
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
-LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # LD_LIBRARY_PATH is read once, when a process starts
+LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"  # the linker reads LD_LIBRARY_PATH once, when a process starts
 
 
 def lay_out(ctx: Context) -> Tuple[Path, Path, Path]:
-    """As in site-packages/nvidia: cusparse needs nvjitlink and looks beside itself for it; and a system's older one."""
+    """Builds cusparse, which looks for nvjitlink in a folder next to its own, and an older nvjitlink elsewhere."""
     wheel, system = Path(ctx.path("lib/nvidia/nvjitlink/lib")), Path(ctx.path("cuda-12.1/lib64"))
     Path(ctx.path("versions")).write_text("libnvJitLink.so.12 { global: *; };")
     compile_library(ctx, "int __nvJitLinkComplete_12_1(void) { return 1; }", system / "libnvJitLink.so.12")
@@ -37,8 +37,8 @@ def lay_out(ctx: Context) -> Tuple[Path, Path, Path]:
     return wheel, system, cusparse
 
 
-def start(library: Path, path: str = "") -> None:
-    """Load it in a new process, under this LD_LIBRARY_PATH."""
+def load_in_new_process(library: Path, path: str = "") -> None:
+    """Loads the library in a new process with this LD_LIBRARY_PATH."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     if path:
         environment["LD_LIBRARY_PATH"] = path
@@ -49,28 +49,28 @@ def start(library: Path, path: str = "") -> None:
 
 
 def load(ctx: Context, *, finds_own: bool, why: str = "") -> None:
-    """The library that is needed is there, and nothing before it; or not."""
+    """Loads cusparse while nvjitlink is in its place (`finds_own`), or is missing, shadowed or replaced by a link."""
     why = why or ctx.params["why"]
     wheel, system, cusparse = lay_out(ctx)
     path = str(system) if why == "shadowed" and not finds_own else ""
     if not finds_own and why != "shadowed":
         shutil.rmtree(wheel.parent)
-    if not finds_own and why == "linked":  # to the older one, under the name that is wanted
+    if not finds_own and why == "linked":  # a link from the missing name to the older release
         wheel.mkdir(parents=True)
         (wheel / "libnvJitLink.so.12").symlink_to(system / "libnvJitLink.so.12")
     ctx.reached()
-    start(cusparse, path)
+    load_in_new_process(cusparse, path)
 
 
 def put_in_front(ctx: Context, *, own_first: bool) -> None:
-    """LD_LIBRARY_PATH has to stay, for something else."""
+    """Loads cusparse with an LD_LIBRARY_PATH that something else needs, so that it cannot be unset."""
     wheel, system, cusparse = lay_out(ctx)
     ctx.reached()
-    start(cusparse, f"{wheel}:{system}" if own_first else str(system))
+    load_in_new_process(cusparse, f"{wheel}:{system}" if own_first else str(system))
 
 
 def join_folders(ctx: Context, *, linked: bool) -> None:
-    """One package lies in lib, the one that needs it in lib64."""
+    """Loads cusparse from lib64 while nvjitlink is in lib, with or without a link in lib64."""
     _, _, cusparse = lay_out(ctx)
     moved = Path(ctx.path("lib64/nvidia/cusparse"))
     moved.parent.mkdir(parents=True)
@@ -78,7 +78,7 @@ def join_folders(ctx: Context, *, linked: bool) -> None:
     ctx.reached()
     if linked:
         (moved.parent / "nvjitlink").symlink_to(Path(ctx.path("lib/nvidia/nvjitlink")))
-    start(moved / "lib" / cusparse.name)
+    load_in_new_process(moved / "lib" / cusparse.name)
 
 
 def compile_library(ctx: Context, code: str, target: Path, *options: str) -> None:
@@ -90,7 +90,7 @@ def compile_library(ctx: Context, code: str, target: Path, *options: str) -> Non
 
 
 def preload(ctx: Context, *, finds_own: bool) -> None:
-    """torch's own search for its CUDA libraries, in a site-packages that has no cublas, or any file of that name."""
+    """Runs torch's own search for cuBLAS in a site-packages folder that lacks it, or has a library of that name."""
     import torch
 
     folder = Path(ctx.path("site-packages/nvidia/cublas/lib"))
@@ -98,28 +98,28 @@ def preload(ctx: Context, *, finds_own: bool) -> None:
     if finds_own:
         shutil.copy(Path(torch.__file__).parent / "lib" / "libshm.so", folder / "libcublas.so.12")
     sys.path[:] = [ctx.path("site-packages")]
-    search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter until 2.9
+    search = getattr(torch, "_preload_cuda_lib", None) or torch._preload_cuda_deps  # the latter before torch 2.10
     ctx.reached()
     search("cublas", "libcublas.so.*[0-9]")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are the CUDA packages that torch asks for installed, and does LD_LIBRARY_PATH put others before them?"""
+    """Are the CUDA packages that torch requires installed, and does LD_LIBRARY_PATH put others before them?"""
     if params["library"]:
-        return linked(params["library"])
+        return check_library(params["library"])
     pinned = required()
     if not pinned:
         return unknown(
-            "torch is not installed here, or brings no CUDA libraries as packages (CPU, conda or system build)",
-            advice="--set library=path/to/a.so",
+            "torch is not installed here, or does not get its CUDA libraries from packages (CPU, conda, system build)",
+            advice="--set library=path/to/library.so",
         )
     lacking = [
-        f"{name} {version} is not installed, and torch needs it"
+        f"torch needs {name} {version}, which is not installed"
         for name, version in pinned.items()
         if not installed(name)
     ]
     others = [
-        f"{name} is {installed(name)}, torch was built for {version}"
+        f"{name} is {installed(name)}, but torch was built for {version}"
         for name, version in pinned.items()
         if version and installed(name) and not is_of(installed(name), version)
     ]
@@ -127,11 +127,16 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(
             *lacking[:8],
             *others[:4],
-            advice="install what this torch requires, at the versions that it pins; torch itself stays",
+            advice="install the packages that this torch requires, at the versions that it pins; leave torch as it is",
         )
-    gone = [f"{name} is installed, and its file {file} is not there" for name in pinned for file in absent(name)[:1]]
+    gone = [f"{name} is installed, but its file {file} is missing" for name in pinned for file in absent(name)[:1]]
     if gone:
-        return exposed(*gone[:8], *others[:4], advice="install these packages again: pip install --force-reinstall")
+        return exposed(*gone[:8], *others[:4], advice="reinstall these packages: pip install --force-reinstall")
+    return check_order(pinned, others)
+
+
+def check_order(pinned: Mapping[str, str], others: List[str]) -> Finding:
+    """Does the linker find other libraries before those of the packages, which are all there?"""
     first = shadowing()
     if first and not loads_its_own():
         return exposed(*first[:8], *others[:4], advice="start the job without LD_LIBRARY_PATH")
@@ -140,40 +145,48 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(
             *apart[:4],
             *others[:4],
-            "torch before 2.11 fails like this where the linker finds another libcudart; that shows when it runs",
-            advice="make the environment anew with python -m venv",
+            "torch before 2.11 fails if the linker finds another libcudart, which shows only when torch is imported",
+            advice="create the environment again with python -m venv",
         )
     if first or others:
         return unknown(
             *first[:8],
             *others[:4],
-            "this torch loads some or all of its own libraries first; whether that is enough shows only when it runs",
+            "this torch loads some or all of its own libraries first; kb cannot tell whether that is enough",
         )
     foreign = parts_of_system()
     if foreign:
-        return unknown(*foreign[:4], "cuDNN opens its parts by name; which it takes shows when it runs")
-    return clear(f"all {len(pinned)} CUDA packages of torch and their files are there, and LD_LIBRARY_PATH has none")
+        return unknown(*foreign[:4], "cuDNN opens its parts by name; kb cannot tell which ones it will take")
+    return clear(
+        f"all {len(pinned)} CUDA packages of torch have their files, and LD_LIBRARY_PATH puts no other before them"
+    )
 
 
-def linked(library: Path) -> Finding:
+def check_library(library: Path) -> Finding:
+    """Does the linker find everything that this library needs?"""
     try:
         ran = subprocess.run(["ldd", str(library)], capture_output=True, text=True, timeout=3, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return unknown(f"ldd cannot be run: {error}")
+        return unknown(f"kb cannot run ldd: {error}")
     if "=>" not in ran.stdout:
-        return unknown(f"ldd says nothing of {library}: {(ran.stderr or ran.stdout).strip()[:200]}")
+        return unknown(f"ldd lists no libraries for {library}: {(ran.stderr or ran.stdout).strip()[:200]}")
     lacking = [line.strip() for line in ran.stdout.splitlines() if "not found" in line]
-    own = of_packages()
-    before = [line for line in lacking if line.startswith(("libc10", "libtorch")) or line.split(" ")[0] in own]
-    if len(before) < len(lacking):
-        return exposed(*[line for line in lacking if line not in before][:8], advice="install what brings this file")
+    packaged = packaged_libraries()
+    of_torch = [line for line in lacking if line.startswith(("libc10", "libtorch")) or line.split(" ")[0] in packaged]
+    if len(of_torch) < len(lacking):
+        return exposed(
+            *[line for line in lacking if line not in of_torch][:8],
+            advice="install the package that contains this file",
+        )
     if lacking:
-        return unknown(*lacking[:8], "torch and its packages have these, and may load them before this file is loaded")
-    return clear(f"ldd finds everything that {library} names; what it loads later by itself is not seen")
+        return unknown(*lacking[:8], "torch and its packages contain these, and may load them before this file")
+    return clear(
+        f"ldd finds every library that {library} names; kb does not see libraries that it loads later by itself"
+    )
 
 
 def required() -> Dict[str, str]:
-    """The nvidia packages that the installed torch requires on this platform, with the pinned version.
+    """Returns the nvidia packages that the installed torch requires on this platform, with their pinned versions.
 
     torch for CUDA 13 names most of them as extras of cuda-toolkit, which pins `==13.2.86.*`.
     """
@@ -211,7 +224,7 @@ def is_of(version: str, pin: str) -> bool:
 
 
 def absent(package: str) -> List[str]:
-    """Libraries that an installed package lists and that are not on the disk."""
+    """Returns the libraries that an installed package lists but that are not on the disk."""
     try:
         files = [file for file in importlib.metadata.files(package) or () if ".so" in file.name]
     except importlib.metadata.PackageNotFoundError:
@@ -220,11 +233,13 @@ def absent(package: str) -> List[str]:
 
 
 def elsewhere(packages: Iterable[str]) -> List[str]:
-    """Packages that do not lie beside torch, so that its RPATH does not lead to them: `lib` and `lib64`."""
+    """Describes packages in another folder than torch (`lib` and `lib64`), to which its RPATH does not lead."""
     beside = folder_of("torch")
     folders = {name: folder_of(name) for name in packages}
     return [
-        f"{name} lies in {folder}, torch in {beside}" for name, folder in folders.items() if folder and folder != beside
+        f"{name} is in {folder}, but torch is in {beside}"
+        for name, folder in folders.items()
+        if folder and folder != beside
     ]
 
 
@@ -236,34 +251,34 @@ def folder_of(package: str) -> str:
 
 
 def shadowing() -> List[str]:
-    """Libraries of the nvidia packages that some folder of LD_LIBRARY_PATH has as well, with other content."""
-    own = of_packages()
+    """Describes libraries of the nvidia packages that LD_LIBRARY_PATH also contains, with other content."""
+    own = packaged_libraries()
     result = []
     for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
         for name, file in own.items() if folder else ():
             other = Path(folder, name)
             if other.exists() and not other.samefile(file) and other.stat().st_size != file.stat().st_size:
-                result.append(f"{other} is found before {file}")
+                result.append(f"the linker finds {other} before {file}")
     return result
 
 
-def of_packages() -> Dict[str, Path]:
+def packaged_libraries() -> Dict[str, Path]:
     return {file.name: file for place in sys.path for file in Path(place or ".").glob("nvidia/*/lib/*.so.*")}
 
 
 def parts_of_system() -> List[str]:
-    """Parts of cuDNN that the linker would find in the system, and that the installed package does not have."""
-    own = {name for name in of_packages() if name.startswith("libcudnn")}
+    """Describes parts of cuDNN that the linker finds in the system and that the installed package lacks."""
+    own = {name for name in packaged_libraries() if name.startswith("libcudnn")}
     releases = {name.rsplit(".so.", 1)[1] for name in own}
     if not own:
         return []
     try:
         ran = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, check=True, timeout=2)
     except (OSError, subprocess.SubprocessError) as error:
-        return [f"ldconfig does not say which cuDNN the system has: {error}"]
+        return [f"kb cannot tell which cuDNN the system has, because ldconfig failed: {error}"]
     found = re.findall(r"(libcudnn\w*\.so\.([.\d]+)) .*=> (\S+)", ran.stdout.decode(errors="replace"))
     return [
-        f"{path} is in the system, and the cuDNN of the packages has no {name}"
+        f"the system has {path}, but the installed cuDNN package has no {name}"
         for name, release, path in found
         if release in releases and name not in own
     ]
@@ -275,11 +290,11 @@ def loads_its_own() -> bool:
     return bool(spec and spec.origin and "/proc/self/maps" in Path(spec.origin).read_text())
 
 
-HOW = "two small C libraries under the names and in the folders of the CUDA wheels"
+HOW = "the CUDA wheels; two small C libraries have their names and folders"
 
 MISSING = r"libnvJitLink\.so\.12: cannot open shared object file"
 UNDEFINED = r"undefined symbol: __nvJitLink"
-OWN = "the library of the same release is there and nothing comes before it"
+OWN = "the linker finds the library of the right release first"
 
 
 def with_linker(
@@ -304,8 +319,10 @@ def with_linker(
 probe = Probe(
     check=check,
     params={
-        "why": Param("str", "missing: the library is not there; shadowed: LD_LIBRARY_PATH has an older one", "missing"),
-        "library": Param("path", "a library to ask about with ldd, for instance the one that the message names"),
+        "why": Param(
+            "str", "missing: the library does not exist; shadowed: LD_LIBRARY_PATH contains an older one", "missing"
+        ),
+        "library": Param("path", "a library to inspect with ldd, for instance the one that the error message names"),
     },
     experiments=(
         with_linker(
@@ -313,7 +330,7 @@ probe = Probe(
             partial(load, finds_own=False),
             partial(load, finds_own=True),
             f"{MISSING}|{UNDEFINED}",
-            "the library is not there, or with why=shadowed an older one is found first",
+            "the library is missing, or with why=shadowed the linker finds an older one first",
         ),
         Experiment(
             name="preload",
@@ -322,14 +339,14 @@ probe = Probe(
                 expect=raised(r"libcublas\.so\.\*\[0-9\] not found in the system path"),
                 because="site-packages/nvidia has no cublas",
                 fidelity="stand-in",
-                stands_for="an installation of torch for CUDA without one of its packages; the search is torch's own",
+                stands_for="a CUDA build of torch without one of its packages; the search is torch's own code",
             ),
             treatment=Arm(
                 partial(preload, finds_own=True),
                 expect=completed(),
-                because="there is a library of that name, which can be loaded",
+                because="site-packages/nvidia has a library with the name of cublas that loads",
                 fidelity="stand-in",
-                stands_for="the package nvidia-cublas: a copy of torch's libshm.so under its name",
+                stands_for="the package nvidia-cublas; a copy of torch's libshm.so has its name",
             ),
             world_size=1,
             needs=Needs(packages={"torch": ">=2.1"}),
@@ -343,7 +360,7 @@ probe = Probe(
             partial(load, finds_own=False, why="shadowed"),
             partial(load, finds_own=True, why="shadowed"),
             UNDEFINED,
-            "LD_LIBRARY_PATH has an older one, which is found before that of the wheel",
+            "LD_LIBRARY_PATH contains an older library, which the linker finds before the one in the wheel",
             "LD_LIBRARY_PATH is not set",
         ),
         with_linker(
@@ -351,7 +368,7 @@ probe = Probe(
             partial(put_in_front, own_first=False),
             partial(put_in_front, own_first=True),
             UNDEFINED,
-            "LD_LIBRARY_PATH has an older one, which is found before that of the wheel",
+            "LD_LIBRARY_PATH contains an older library, which the linker finds before the one in the wheel",
             "the folder of the wheel comes first in LD_LIBRARY_PATH",
         ),
         with_linker(
@@ -359,15 +376,15 @@ probe = Probe(
             partial(join_folders, linked=False),
             partial(join_folders, linked=True),
             MISSING,
-            "the package that is needed lies in lib, the one that needs it in lib64",
-            "a link in lib64 leads to the package in lib",
+            "cusparse is in lib64, and nvjitlink, which it needs, is in lib",
+            "a link in lib64 leads to nvjitlink in lib",
         ),
         with_linker(
             "linked",
             partial(load, finds_own=False, why="linked"),
             partial(load, finds_own=True, why="linked"),
             UNDEFINED,
-            "a link with the name that is missing leads to an older release",
+            "a link with the missing name leads to an older release, which lacks a symbol",
         ),
     ),
 )

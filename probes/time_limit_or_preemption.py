@@ -1,4 +1,4 @@
-"""The scheduler ends a job with real signals: is the work since the last checkpoint saved?"""
+"""A job gets the signals with which a scheduler ends it. Does it save the work since the last checkpoint?"""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ exit "$status"
 
 
 def train() -> None:
-    """What a worker runs: short steps until it must stop, then a save. It needs no torch."""
+    """What a worker runs: it takes short steps until it must stop, then saves. It needs no torch."""
     received: List[int] = []
     if "handler" in sys.argv:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -64,8 +64,8 @@ def train() -> None:
     Path("saved").write_text(str(step))
 
 
-def end(ctx: Context, *, words: str = "", number: int = signal.SIGTERM, option: str = "") -> None:
-    """`torchrun OPTION train.py WORDS` in a fork, torch is imported already; once it trains it gets the signal."""
+def signal_launcher(ctx: Context, *, words: str = "", number: int = signal.SIGTERM, option: str = "") -> None:
+    """Runs `torchrun OPTION train.py WORDS` in a fork, which has imported torch, and signals it once it trains."""
     write_script()
     launcher = os.fork()
     if launcher == 0:
@@ -76,21 +76,23 @@ def end(ctx: Context, *, words: str = "", number: int = signal.SIGTERM, option: 
         ctx.reached()
         os.kill(launcher, number)
         gone = wait_for(lambda: os.waitpid(launcher, os.WNOHANG)[0] != 0, 20)
-        assert gone, "torchrun does not end: " + read("train.log")
+        assert gone, "torchrun did not exit: " + read("train.log")
         launcher = 0
         if not read("saved"):
             log = read("train.log")
             last = re.findall(r"\S*SignalException: .*", log)
-            state = "its worker trains on alone" if is_running(worker) else "no step is saved"
-            raise Symptom("torchrun is gone, %s; its log: %s" % (state, " / ".join(last) or repr(log)))
+            state = "its worker still trains" if is_running(worker) else "its worker saved no step"
+            raise Symptom("torchrun has exited, %s; its log: %s" % (state, " / ".join(last) or repr(log)))
         assert 0 < int(read("saved")) < 500, read("saved")
-        assert "SignalException" in read("train.log"), read("train.log")  # so its exit code is 1, saved or not
+        assert "SignalException" in read("train.log"), read(
+            "train.log"
+        )  # torchrun exits with 1 even if the worker has saved
     finally:
         kill(launcher, worker)
 
 
 def launch(arguments: List[str]) -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as in a new process; kb's own has a handler
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # as in a new process, because kb's process has a handler
     with open("train.log", "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -105,7 +107,7 @@ def launch(arguments: List[str]) -> None:
 
 
 def signal_batch_shell(ctx: Context, *, script: str) -> None:
-    """The batch shell, and no other process, gets USR1, as `--signal=B:USR1@300` does it."""
+    """Sends USR1 to the batch shell and to no other process, as Slurm does with `--signal=B:USR1@300`."""
     write_script()
     environment = {**os.environ, "STOP_FILE": ctx.path("stop"), "PYTHON": sys.executable}
     shell = subprocess.Popen(["bash", "-c", script], env=environment)
@@ -116,7 +118,7 @@ def signal_batch_shell(ctx: Context, *, script: str) -> None:
         shell.send_signal(signal.SIGUSR1)
         ran = wait_for(Path("stop").exists, 2)
         if not ran or not wait_for(lambda: bool(read("saved")), 20):
-            raise Symptom("2 s after USR1: trap has run: %s, worker trains on: %s" % (ran, is_running(worker)))
+            raise Symptom("2 s after USR1: trap has run: %s, worker still trains: %s" % (ran, is_running(worker)))
         assert 0 < int(read("saved")) < 500, read("saved")
         assert shell.wait(10) == 85, shell.returncode  # it reached the line that requeues the job
     finally:
@@ -125,7 +127,7 @@ def signal_batch_shell(ctx: Context, *, script: str) -> None:
 
 
 def signal_wrapper(ctx: Context, *, replaced: bool) -> None:
-    """`bash run.sh` gets SIGTERM as the task of a step: does the training that it runs get it?"""
+    """Sends SIGTERM to `bash run.sh`, as Slurm does with the task of a step. Does the training process get it?"""
     write_script()
     Path("run.sh").write_text('export PYTHONUNBUFFERED=1\n%s"$PYTHON" train.py handler\n' % ("exec " * replaced))
     shell = subprocess.Popen(["bash", "run.sh"], env={**os.environ, "PYTHON": sys.executable})
@@ -136,7 +138,7 @@ def signal_wrapper(ctx: Context, *, replaced: bool) -> None:
         shell.send_signal(signal.SIGTERM)
         code = shell.wait(20)
         if not read("saved"):
-            raise Symptom("bash ended with %d, its worker trains on: %s" % (code, is_running(worker)))
+            raise Symptom("bash ended with %d, its worker still trains: %s" % (code, is_running(worker)))
         assert 0 < int(read("saved")) < 500, read("saved")
     finally:
         kill(worker, shell.pid if shell.poll() is None else 0)
@@ -144,7 +146,7 @@ def signal_wrapper(ctx: Context, *, replaced: bool) -> None:
 
 
 def stop(ctx: Context, *, together: bool) -> None:
-    """One of two ranks gets SIGTERM in mid-training. Do the ranks agree on the step at which they stop?"""
+    """One of two ranks gets SIGTERM during training. Do both ranks stop at the same step?"""
     import torch
 
     dist = ctx.init_process_group(timeout_s=1.5)
@@ -173,8 +175,8 @@ def stop(ctx: Context, *, together: bool) -> None:
     assert steps == [5, 5], steps
 
 
-def load(ctx: Context, *, apart: bool) -> None:
-    """SIGTERM for the whole process group, as torchrun sends it: the rank has a handler, and its DataLoader?"""
+def signal_group(ctx: Context, *, apart: bool) -> None:
+    """Sends SIGTERM to the rank's process group, as torchrun does. The rank handles it; its loader worker does not."""
     from torch.utils.data import DataLoader
 
     received: List[int] = []
@@ -192,7 +194,7 @@ def load(ctx: Context, *, apart: bool) -> None:
     ctx.reached()
     processes = [os.getpid(), *(process.pid for process in batches._workers)]
     group = [process for process in processes if os.getpgid(process) == os.getpgrp()]
-    subprocess.run(["kill", "-TERM", *map(str, group)], check=True)  # from another process: a parent's is another case
+    subprocess.run(["kill", "-TERM", *map(str, group)], check=True)  # by another process, as torchrun is
     count = 1 + sum(1 for _ in batches)
     assert count == 2000 and received == [signal.SIGTERM], (count, received)
 
@@ -235,30 +237,30 @@ def kill(*processes: int) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Reads /proc: does a rank that runs now react to SIGTERM with a handler?"""
+    """Does a rank that is running now handle SIGTERM? Reads /proc."""
     process = params["pid"]
     if not process:
-        return unknown("no rank is named", advice="--set pid=12345, the process id of a rank, not of torchrun")
+        return unknown("no process was named", advice="--set pid=12345, the process id of a rank, not of torchrun")
     try:
         status, command, environment = (
             Path("/proc/%d/%s" % (process, name)).read_bytes().decode(errors="replace").replace("\0", " ")
             for name in ("status", "cmdline", "environ")
         )
     except OSError as error:
-        return unknown("process %d cannot be read: %s" % (process, error))
+        return unknown("kb cannot read process %d: %s" % (process, error))
     masks = dict(re.findall(r"^Sig(Blk|Ign|Cgt):\s+([0-9a-fA-F]+)$", status, re.M))
     if len(masks) < 3:
         return unknown("/proc/%d/status does not say which signals it handles" % process)
     if LAUNCHER.search(command):
-        return unknown("process %d is a launcher; its workers count" % process, advice="pgrep -P %d" % process)
+        return unknown("process %d is a launcher, not a rank" % process, advice="find its ranks: pgrep -P %d" % process)
     if "python" not in command or not re.search(r"(^| )(RANK|SLURM_PROCID)=", environment):
-        return unknown("process %d is not known to be a rank: no Python, or neither RANK nor SLURM_PROCID" % process)
+        return unknown("process %d may not be a rank: it is not Python, or has neither RANK nor SLURM_PROCID" % process)
     term = {name: int(mask, 16) >> (signal.SIGTERM - 1) & 1 for name, mask in masks.items()}
     if term["Cgt"] or term["Blk"]:
-        return unknown("process %d handles or blocks SIGTERM; whether it saves cannot be seen" % process)
+        return unknown("process %d handles or blocks SIGTERM; kb cannot tell whether it saves" % process)
     if term["Ign"]:
-        return exposed("process %d ignores SIGTERM: it is killed when the grace period is over" % process)
-    return exposed("process %d has no handler for SIGTERM: preemption and eviction end it at once" % process)
+        return exposed("process %d ignores SIGTERM, so it will be killed when the grace period is over" % process)
+    return exposed("process %d has no handler for SIGTERM, so preemption or eviction ends it at once" % process)
 
 
 def experiment(
@@ -280,18 +282,18 @@ def experiment(
     )
 
 
-SAVES = "the handler sets a flag, the worker saves after the step and ends"
-USR1 = partial(end, words="handler", number=signal.SIGUSR1)
+SAVES = "torchrun passes the signal on, the handler sets a flag, and the worker saves after the step"
+USR1 = partial(signal_launcher, words="handler", number=signal.SIGUSR1)
 
 probe = Probe(
     check=check,
-    params={"pid": Param("int", "process id of a rank of the job that runs now")},
+    params={"pid": Param("int", "the process id of a rank that is running now")},
     experiments=(
         experiment(
             "flag",
-            (end, partial(end, words="handler")),
-            symptom(r"no step is saved; its log: .*SignalException: Process \d+ got signal: 15$"),
-            ("torchrun passes SIGTERM on, and the worker has no handler", SAVES),
+            (signal_launcher, partial(signal_launcher, words="handler")),
+            symptom(r"its worker saved no step; its log: .*SignalException: Process \d+ got signal: 15$"),
+            ("torchrun passes SIGTERM on, but the worker has no handler", SAVES),
         ),
     ),
     variants=(
@@ -299,34 +301,46 @@ probe = Probe(
             "agree",
             (partial(stop, together=False), partial(stop, together=True)),
             raised(GLOO_TIMEOUT),
-            ("the rank that got the signal saves and leaves alone", "all ranks stop at the same step"),
+            (
+                "the rank that got the signal saves and leaves the loop alone",
+                "all ranks stop at the same step and save",
+            ),
             ranks=2,
         ),
         experiment(
             "batch-shell",
             (partial(signal_batch_shell, script=FOREGROUND), partial(signal_batch_shell, script=BACKGROUND)),
-            symptom("trap has run: False, worker trains on: True"),
-            ("bash runs a trap when its foreground command has ended", "`wait` returns at once, and the trap runs"),
+            symptom("trap has run: False, worker still trains: True"),
+            (
+                "bash runs the trap only when its foreground command has ended",
+                "the signal interrupts `wait`, and bash runs the trap at once",
+            ),
             needs=Needs(packages={}, programs=("bash",)),
         ),
         experiment(
             "wrapper",
             (partial(signal_wrapper, replaced=False), partial(signal_wrapper, replaced=True)),
-            symptom("bash ended with -15, its worker trains on: True"),
-            ("bash dies of SIGTERM and hands nothing on", "`exec` put the training in the place of bash"),
+            symptom("bash ended with -15, its worker still trains: True"),
+            (
+                "bash dies of SIGTERM without passing it on",
+                "`exec` replaces bash with the training process, which gets SIGTERM",
+            ),
             needs=Needs(packages={}, programs=("bash",)),
         ),
         experiment(
             "dataloader",
-            (partial(load, apart=False), partial(load, apart=True)),
+            (partial(signal_group, apart=False), partial(signal_group, apart=True)),
             raised(r"DataLoader worker \(pid(\(s\))? \d+\) (is killed by signal: Terminated|exited unexpectedly)"),
-            ("the signal ends the worker of the DataLoader", "that worker has its own group, and hands on its batches"),
+            (
+                "SIGTERM ends the DataLoader worker, which is in the rank's process group",
+                "the DataLoader worker is in its own process group and goes on delivering batches",
+            ),
         ),
         experiment(
             "usr1",
             (USR1, partial(USR1, option="--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")),
-            symptom("torchrun is gone, its worker trains on alone; its log: ''"),
-            ("torchrun has no handler for USR1 and is ended by it", SAVES),
+            symptom("torchrun has exited, its worker still trains; its log: ''"),
+            ("USR1 ends torchrun, which has no handler for it and does not pass it on", SAVES),
             needs=Needs(packages={"torch": ">=2.10"}),
         ),
     ),
