@@ -1,4 +1,4 @@
-"""A slice of a weight is saved, and torch.save writes the whole weight behind it, as tensor-parallel converters do."""
+"""A tensor-parallel converter saves a slice of a weight, and torch.save writes the whole weight behind it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from kb.probe import (
 )
 
 SHARDS = 8
-WASTE = 0.02  # part of the bytes that may be unused before a file counts as exposed
+WASTE = 0.02  # share of unused bytes above which a file counts as exposed
 
 
 def split(ctx: Context, *, own_storage: bool) -> None:
-    """Write one of eight shards of a weight; weigh the file against the tensor in it."""
+    """Saves one of eight shards of a weight, and compares the size of the file with the size of the tensor."""
     import torch
 
     weight = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024).bfloat16()
@@ -44,16 +44,17 @@ def split(ctx: Context, *, own_storage: bool) -> None:
         torch.save(state, path)
     loaded = torch.load(path)["layers.0.weight"]
     assert torch.equal(loaded, shard)
-    no_cure = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
+    not_copied = {"contiguous": shard.contiguous(), "to": shard.to(torch.bfloat16), "detach": shard.detach()}
     sizes = {}
-    for name, same in no_cure.items():
-        torch.save({"layers.0.weight": same}, ctx.path(name))
+    for name, tensor in not_copied.items():
+        torch.save({"layers.0.weight": tensor}, ctx.path(name))
         sizes[name] = os.path.getsize(ctx.path(name))
-    weigh(ctx, path, needed, ", ".join("%s() gives %d" % pair for pair in sizes.items()))
+    compare_size(ctx, path, needed, ", ".join("%s() gives %d" % pair for pair in sizes.items()))
     assert loaded.untyped_storage().nbytes() == needed
 
 
-def weigh(ctx: Context, path: str, needed: int, more: str = "") -> None:
+def compare_size(ctx: Context, path: str, needed: int, more: str = "") -> None:
+    """Raises `Symptom` if the file is much larger than its tensors, which need `needed` bytes."""
     size = os.path.getsize(path)
     ctx.note(tensor_bytes=needed, file_bytes=size)
     if size > 1.5 * needed:
@@ -62,7 +63,7 @@ def weigh(ctx: Context, path: str, needed: int, more: str = "") -> None:
 
 
 def save_again(ctx: Context, *, clones: bool) -> None:
-    """A file that is too large is loaded and saved: as it is, or as Fix has it."""
+    """Loads a file that is too large and saves it again, with or without cloning its tensors."""
     import torch
 
     path = ctx.path("shard.pt")
@@ -77,12 +78,12 @@ def save_again(ctx: Context, *, clones: bool) -> None:
         os.replace(path + ".new", path)
     else:
         torch.save(torch.load(path), path)
-    weigh(ctx, path, weight.numel() * 4)
+    compare_size(ctx, path, weight.numel() * 4)
     assert torch.load(path)["weight"].equal(weight)
 
 
 def fine_tune(ctx: Context, *, own_parameters: bool) -> None:
-    """A converted file is saved again, or loaded into a model which is saved: that file is smaller, nothing is lost."""
+    """Loads a converted file into a model; saves the tensors of the file, or those of the model, which are smaller."""
     import torch
 
     state = {"weight": torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024).chunk(SHARDS)[3]}
@@ -91,23 +92,23 @@ def fine_tune(ctx: Context, *, own_parameters: bool) -> None:
     ctx.reached()
     model.load_state_dict(torch.load(ctx.path("converted.pt")))
     torch.save(model.state_dict() if own_parameters else torch.load(ctx.path("converted.pt")), ctx.path("tuned.pt"))
-    weigh(ctx, ctx.path("tuned.pt"), state["weight"].numel() * 4)
+    compare_size(ctx, ctx.path("tuned.pt"), state["weight"].numel() * 4)
     assert torch.load(ctx.path("tuned.pt"))["weight"].equal(state["weight"])
 
 
 def save_tied(ctx: Context, *, clones: bool) -> None:
-    """Two names for one tensor: written once as it is, twice when cloned."""
+    """Saves one tensor under two names; torch.save writes it once, or twice if each is cloned."""
     import torch
 
     weight = torch.arange(1 << 17, dtype=torch.float32)
     state, path = {"embed.weight": weight, "lm_head.weight": weight}, ctx.path("tied.pt")
     ctx.reached()
     torch.save({name: tensor.clone() for name, tensor in state.items()} if clones else state, path)
-    weigh(ctx, path, weight.numel() * 4)
+    compare_size(ctx, path, weight.numel() * 4)
 
 
 def save_format(ctx: Context, *, safetensors: bool) -> None:
-    """A slice, by torch.save or in the format that has no storages."""
+    """Saves a slice with torch.save, or as safetensors, a format without storages."""
     import torch
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
@@ -118,11 +119,11 @@ def save_format(ctx: Context, *, safetensors: bool) -> None:
         assert load_file(path)["weight"].equal(weight)
     else:
         torch.save({"weight": weight}, path)
-    weigh(ctx, path, weight.numel() * 4)
+    compare_size(ctx, path, weight.numel() * 4)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a checkpoint hold storages that its tensors use only in part? Read without torch; runs nothing in it."""
+    """Does a checkpoint contain storages that its tensors use only in part? Runs no code in it."""
     if params["checkpoint"] is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt")
     try:
@@ -130,17 +131,20 @@ def check(params: Mapping[str, Any]) -> Finding:
     except Unreadable as error:
         return unknown(str(error))
     if checkpoint.format != "torch.save":
-        return unknown("%s: safetensors holds tensors without the storages behind them" % params["checkpoint"])
-    return compare(checkpoint) if checkpoint.tensors else unknown("no tensor was found in %s" % params["checkpoint"])
+        return unknown(
+            "%s is not a file of torch.save; safetensors stores tensors without the storages behind them"
+            % params["checkpoint"]
+        )
+    return compare(checkpoint) if checkpoint.tensors else unknown("kb found no tensor in %s" % params["checkpoint"])
 
 
 def compare(checkpoint: Checkpoint) -> Finding:
-    """Compare the size of every storage with what its tensors use. Storages of unknown objects count as used."""
+    """Compares the size of every storage with what its tensors use. Storages of unknown objects count as used."""
     by_storage: Dict[str, List[Tensor]] = {}
     for tensor in checkpoint.tensors:
         by_storage.setdefault(tensor.storage, []).append(tensor)
     unused = [
-        (checkpoint.storages[key] - _used(inside), checkpoint.storages[key], inside)
+        (checkpoint.storages[key] - used_bytes(inside), checkpoint.storages[key], inside)
         for key, inside in by_storage.items()
     ]
     unused.sort(key=lambda item: -item[0])
@@ -150,12 +154,15 @@ def compare(checkpoint: Checkpoint) -> Finding:
     if waste <= WASTE * total:
         return clear(message)
     evidence = [message + ": %d bytes (%d %%) are wasted" % (waste, 100 * waste // total)]
-    evidence += [_line(*item) for item in unused[:5] if item[0] > WASTE * waste]
-    return exposed(*evidence, advice="clone before saving: {name: tensor.clone() for name, tensor in state.items()}")
+    evidence += [describe(*item) for item in unused[:5] if item[0] > WASTE * waste]
+    return exposed(
+        *evidence,
+        advice="clone the tensors before you save them: {name: tensor.clone() for name, tensor in state.items()}",
+    )
 
 
-def _used(tensors: List[Tensor]) -> int:
-    """Bytes that some tensor uses; an upper bound where views with gaps overlap."""
+def used_bytes(tensors: List[Tensor]) -> int:
+    """The bytes that tensors use; an upper bound if views with gaps overlap."""
     gapped = {tensor[4:]: tensor.used for tensor in tensors if tensor.used < tensor.stop - tensor.start}
     used, end = sum(gapped.values()), 0
     for start, stop in sorted(tensor[4:6] for tensor in tensors if tensor[4:] not in gapped):
@@ -164,10 +171,10 @@ def _used(tensors: List[Tensor]) -> int:
     return used
 
 
-def _line(waste: int, size: int, inside: List[Tensor]) -> str:
+def describe(waste: int, size: int, inside: List[Tensor]) -> str:
     tensor = inside[0]
     more = " and %d more" % (len(inside) - 1) if len(inside) > 1 else ""
-    times = "%.1f times its size" % (size / (size - waste)) if size > waste else "it does not use at all"
+    times = "%.1f times its size" % (size / (size - waste)) if size > waste else "that it does not use"
     return "%s %s%s: view of a storage %s (%d bytes, %d used)" % (
         tensor.name or "the tensor",
         list(tensor.shape)[:8],
@@ -187,7 +194,7 @@ def variant(
     times: str = r"8\.\d",
     packages: Mapping[str, str] = MappingProxyType({}),
 ) -> Experiment:
-    """`change` is the keyword of the fixed job; the control arm has it the other way round."""
+    """`change` is the argument of the treatment arm; the control arm has the opposite value."""
     broken = {key: not value for key, value in change.items()}
     expect = symptom(r"bytes, %s times its tensor" % times)
     return Experiment(
@@ -204,49 +211,49 @@ repaired = variant(
     "repair",
     save_again,
     {"clones": True},
-    "a file that is too large is loaded and saved again: its storages were loaded whole",
-    "each tensor of the file is cloned before it is saved",
+    "the job loads and saves a file that is too large, and torch.load restored its whole storages",
+    "the job clones each tensor of the file before it saves them",
 )
 tuned = variant(
     "fine-tune",
     fine_tune,
     {"own_parameters": True},
-    "what was loaded is saved",
-    "the model that it was loaded into is saved, with values that are equal",
+    "the job saves the tensors that torch.load returned, with their whole storages",
+    "the job saves the state dict of the model, whose parameters have their own storages",
 )
 tied = variant(
     "tied",
     save_tied,
     {"clones": False},
-    "two names of one tensor are cloned, so it is written twice",
-    "they are saved as they are, so it is written once",
+    "the job clones a tensor that has two names, so torch.save writes it twice",
+    "the job does not clone the tensor, so torch.save writes it once",
     r"2\.0",
 )
 other_format = variant(
     "safetensors",
     save_format,
     {"safetensors": True},
-    "the slice is written by torch.save",
-    "the slice is written by safetensors",
+    "torch.save writes the whole storage of the slice",
+    "safetensors writes only the slice",
     packages={"safetensors": ">=0.4"},
 )
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .bin; nothing in it is run")},
+    params={"checkpoint": Param("path", "a file of torch.save (.pt, .pth, .bin); the check runs no code in it")},
     experiments=(
         Experiment(
             name="shard",
             control=Arm(
                 partial(split, own_storage=False),
                 expect=symptom(r"bytes, [78]\.\d times its tensor; (\w+\(\) gives 2\d{6}(, |$)){3}"),
-                because="one of eight row slices of a weight is saved as the view it is",
+                because="the job saves one of eight row slices of a weight, a view of the whole storage",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(split, own_storage=True),
                 expect=completed(),
-                because="the slice is cloned before it is saved",
+                because="the job clones the slice before it saves it",
                 fidelity="cpu",
             ),
             world_size=1,

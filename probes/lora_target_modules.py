@@ -1,4 +1,4 @@
-"""PEFT looks for layers by name, and the model has none of that name, or something else that bears it."""
+"""PEFT looks for layers by name, but the model has no layer of that name, or the name belongs to something else."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ NOT_FOUND = raised(r"Target modules .* not found in the base model")
 
 
 def gpt2() -> Any:
-    """A GPT-2 of one layer: c_attn, c_proj and c_fc."""
+    """A GPT-2 of one layer, with c_attn, c_proj and c_fc."""
     from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore[import-not-found]
 
     return GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
 
 
 def llama() -> Any:
-    """A Llama of one layer: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
+    """A Llama of one layer, with q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 16, "max_position_embeddings": 8}
@@ -26,7 +26,7 @@ def llama() -> Any:
 
 
 def mixture() -> Any:
-    """A mixture of experts of one layer, whose experts are two parameters and no layers."""
+    """A mixture of experts of one layer; its experts are two parameters, not layers."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 4, "vocab_size": 16, "head_dim": 4}
@@ -35,40 +35,40 @@ def mixture() -> Any:
 
 
 def mamba() -> Any:
-    """A Mamba of one layer: in_proj, x_proj, dt_proj, out_proj and conv1d."""
+    """A Mamba of one layer, with in_proj, x_proj, dt_proj, out_proj and conv1d."""
     from transformers import MambaConfig, MambaForCausalLM
 
     return MambaForCausalLM(MambaConfig(hidden_size=8, state_size=4, num_hidden_layers=1, vocab_size=16))
 
 
-def own_model() -> Any:
-    """A model of one's own class, which PEFT has no default names for."""
+def custom_model() -> Any:
+    """A model of a custom class, for which PEFT has no default names."""
     import torch
 
     return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 
 
 def adapted(model: Any) -> List[str]:
-    """The layers that have an adapter."""
+    """The names of the layers that have an adapter."""
     return sorted(name[: -len(".lora_A")] for name, _ in model.named_modules() if name.endswith(".lora_A"))
 
 
 def adapt(
     ctx: Context, *, target_modules: Optional[Union[str, List[str]]], model: Callable[[], Any], layers: List[str]
 ) -> None:
-    """LoRA on these modules: exactly these layers have an adapter, and one step moves it."""
+    """Adds LoRA to `target_modules`; exactly `layers` must have an adapter, and the adapters must get gradients."""
     import torch
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
     base = model()
     ctx.reached()
     peft_model = get_peft_model(base, LoraConfig(r=2, target_modules=target_modules))
-    found = sorted({name.rpartition(".")[2] for name in adapted(peft_model)})
-    missing = [name for name in layers if name not in found]
+    actual = sorted({name.rpartition(".")[2] for name in adapted(peft_model)})
+    missing = [name for name in layers if name not in actual]
     if missing:
-        raise Symptom("no adapter on %s, and no error" % ", ".join(missing))
-    assert found == layers, found
-    if model is not own_model:
+        raise Symptom("%s has no adapter, but PEFT reports no error" % ", ".join(missing))
+    assert actual == layers, actual
+    if model is not custom_model:
         tokens = torch.tensor([[1, 2, 3]])
         peft_model(input_ids=tokens, labels=tokens).loss.backward()
         gradients = [p.grad for name, p in peft_model.named_parameters() if "lora_B" in name]
@@ -76,7 +76,7 @@ def adapt(
 
 
 def adapt_experts(ctx: Context, *, by_parameter: bool) -> None:
-    """The experts of a mixture, named as layers or as the two parameters that they are."""
+    """Names the experts of a mixture as layers, or as the two parameters that hold them."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -90,8 +90,8 @@ def adapt_experts(ctx: Context, *, by_parameter: bool) -> None:
             lora_dropout=0,
         )
     model = get_peft_model(base, config)
-    found = sorted({name.rpartition(".")[2] for name in adapted(model)})
-    assert found == ["base_layer", "experts", *QUERIES], found
+    actual = sorted({name.rpartition(".")[2] for name in adapted(model)})
+    assert actual == ["base_layer", "experts", *QUERIES], actual
     tokens = torch.tensor([[1, 2, 3]])
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert all(
@@ -100,7 +100,7 @@ def adapt_experts(ctx: Context, *, by_parameter: bool) -> None:
 
 
 def load(ctx: Context, *, same_base: bool) -> None:
-    """A saved adapter on its own base model, or on another."""
+    """Loads a saved adapter onto the base model on which it was trained, or onto another one."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     get_peft_model(llama(), LoraConfig(r=2, target_modules=QUERIES)).save_pretrained(ctx.path("adapter"))
@@ -121,7 +121,7 @@ def pair(
     expect: Expect = NOT_FOUND,
     **packages: str,
 ) -> Experiment:
-    """`broken` and `right` are the values of target_modules."""
+    """`broken` and `right` are the values of target_modules in the control and in the treatment arm."""
     job = partial(adapt, model=model, layers=layers)
     broken, right = partial(job, target_modules=broken), partial(job, target_modules=right)
     return experiment(name, broken, right, because, fix, expect, **packages)
@@ -151,8 +151,8 @@ probe = Probe(
             ["c_attn"],
             gpt2,
             ["c_attn"],
-            "GPT-2 has no q_proj",
-            "the name that its layers have",
+            "target_modules names q_proj and v_proj, but GPT-2 has no such layers",
+            "target_modules names c_attn, which GPT-2 has",
         ),
     ),
     variants=(
@@ -162,8 +162,8 @@ probe = Probe(
             "all-linear",
             gpt2,
             ["c_attn", "c_fc", "c_proj"],
-            "GPT-2 has no q_proj",
-            "every linear layer but the output",
+            "target_modules names q_proj and v_proj, but GPT-2 has no such layers",
+            "all-linear selects every linear layer except the output layer",
         ),
         pair(
             "one-string",
@@ -171,8 +171,8 @@ probe = Probe(
             QUERIES,
             llama,
             QUERIES,
-            "two names in one string, as a command line passes them",
-            "a list of two",
+            "target_modules has two names in one string, as a command line passes them",
+            "target_modules is a list of two names",
         ),
         pair(
             "pattern-in-list",
@@ -180,8 +180,8 @@ probe = Probe(
             r".*self_attn\.(q_proj|v_proj)",
             llama,
             QUERIES,
-            "a regular expression in a list is taken for the end of a name",
-            "a regular expression as a string",
+            "PEFT takes a regular expression in a list for the end of a name",
+            "PEFT matches a regular expression that is a plain string",
         ),
         pair(
             "bare-string",
@@ -189,8 +189,8 @@ probe = Probe(
             ["q_proj"],
             llama,
             ["q_proj"],
-            "a name that is no list is an expression for the whole path",
-            "a list of one",
+            "PEFT takes a name outside a list for a regular expression of the whole path",
+            "PEFT takes the name in a list for the end of a path",
         ),
         pair(
             "empty",
@@ -198,23 +198,23 @@ probe = Probe(
             "all-linear",
             gpt2,
             ["c_attn", "c_fc", "c_proj"],
-            "a search for the layers found none",
-            "PEFT looks for them",
+            "target_modules is an empty list, because a search found no layers",
+            "all-linear makes PEFT search for the layers",
             raised(r"Target modules (\[\]|set\(\)) not found|No `target_modules` passed but also no"),
         ),
         experiment(
             "other-base",
             partial(load, same_base=False),
             partial(load, same_base=True),
-            "an adapter of Llama is loaded on GPT-2",
-            "it is loaded on the model that it was trained on",
+            "the job loads a Llama adapter onto GPT-2, which has other layers",
+            "the job loads the adapter onto the model on which it was trained",
         ),
         experiment(
             "experts",
             partial(adapt_experts, by_parameter=False),
             partial(adapt_experts, by_parameter=True),
-            "gate_proj and up_proj are one parameter, and one of them is named as a layer",
-            "the two parameters are named",
+            "target_modules names gate_proj alone, but gate_proj and up_proj are one parameter",
+            "target_parameters names the two parameters of the experts",
             raised(r"Cannot convert PEFT target\(s\) gate_proj without also targeting up_proj"),
             peft=">=0.19",
             transformers=">=5",
@@ -225,8 +225,8 @@ probe = Probe(
             "all-linear",
             gpt2,
             ["c_attn", "c_fc", "c_proj"],
-            "in a list it is a name like others",
-            "a string",
+            "PEFT takes all-linear in a list for the name of a layer",
+            "PEFT takes all-linear as a plain string for every linear layer",
         ),
         pair(
             "mamba",
@@ -234,8 +234,8 @@ probe = Probe(
             ["in_proj"],
             mamba,
             ["in_proj"],
-            "out_proj is among them, whose weight the kernel takes past the adapter",
-            "the projection that is called as a layer",
+            "all-linear selects out_proj, whose weight the Mamba kernel uses without the adapter",
+            "target_modules names in_proj, which the model calls as a layer",
             raised(r"Module 'out_proj' is incompatible with Mamba-based models"),
             peft=">=0.16",
         ),
@@ -243,10 +243,10 @@ probe = Probe(
             "no-default",
             None,
             ["0", "1"],
-            own_model,
+            custom_model,
             ["0", "1"],
-            "PEFT knows no names for a model of one's own",
-            "they are named",
+            "target_modules is not set, and PEFT has no default names for a custom model",
+            "target_modules names the layers",
             raised(r"Please specify `target_modules`"),
         ),
         pair(
@@ -255,8 +255,8 @@ probe = Probe(
             r".*self_attn\.(q_proj|v_proj)",
             llama,
             QUERIES,
-            "the name is that of the block around the layers",
-            "the layers in it",
+            "target_modules names the attention block, which is not a layer",
+            "target_modules names the layers in the block",
             raised(r"Target module [\s\S]* is not supported\. Currently, only"),
         ),
         pair(
@@ -265,9 +265,9 @@ probe = Probe(
             QUERIES,
             llama,
             QUERIES,
-            "one name of two is wrong",
-            "both are right",
-            symptom(r"no adapter on v_proj, and no error"),
+            "one of the two names is wrong",
+            "both names are right",
+            symptom(r"v_proj has no adapter, but PEFT reports no error"),
         ),
     ),
 )

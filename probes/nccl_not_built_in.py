@@ -1,4 +1,4 @@
-"""A torch that was built without NCCL is asked for the backend nccl."""
+"""A job requests the backend nccl from a torch that was built without NCCL."""
 
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ from kb.probe import (
     unknown,
 )
 
-IN_VAIN = {"USE_NCCL": "1", "USE_SYSTEM_NCCL": "1", "NCCL_ROOT": "/usr", "LD_LIBRARY_PATH": "/usr/lib/x86_64-linux-gnu"}
+USELESS_SETTINGS = {
+    "USE_NCCL": "1",
+    "USE_SYSTEM_NCCL": "1",
+    "NCCL_ROOT": "/usr",
+    "LD_LIBRARY_PATH": "/usr/lib/x86_64-linux-gnu",
+}
 
 
 def without_nccl(ctx: Context) -> Any:
-    """torch.distributed of a build without NCCL."""
+    """torch.distributed, if this torch was built without NCCL; otherwise raises `Unavailable`."""
     import torch.distributed as dist
 
     if dist.is_nccl_available():
-        raise Unavailable("this torch is built with NCCL")
+        raise Unavailable("this torch was built with NCCL")
     ctx.reached()
     return dist
 
@@ -54,7 +59,7 @@ def count_ranks(ctx: Context, dist: Any, group: Any = None) -> None:
 
 
 def train(ctx: Context, *, asks_build: bool) -> None:
-    """The first lines of a rank; one asks for nccl, the other whether this build has it."""
+    """Joins with nccl, or asks first whether this build has NCCL."""
     import torch
 
     dist = without_nccl(ctx)
@@ -66,7 +71,7 @@ def train(ctx: Context, *, asks_build: bool) -> None:
 
 
 def train_with_gpu(ctx: Context, *, asks_build: bool) -> None:
-    """A build with CUDA and without NCCL, as all are for Windows: there is a GPU, so nccl is chosen."""
+    """A build with CUDA but without NCCL, like every wheel for Windows; the job selects nccl because there is a GPU."""
     import torch
 
     dist = without_nccl(ctx)
@@ -79,21 +84,21 @@ def train_with_gpu(ctx: Context, *, asks_build: bool) -> None:
 
 
 def add_group(ctx: Context, *, backend: str) -> None:
-    """The default group is gloo's, a second one asks for nccl."""
+    """The default group uses gloo, and a second group uses `backend`."""
     dist = without_nccl(ctx)
     join(ctx, dist, "gloo")
     count_ranks(ctx, dist, dist.new_group([0, 1], backend=backend))
 
 
-def both(ctx: Context, *, backend: str) -> None:
-    """A backend for each device."""
+def join_per_device(ctx: Context, *, backend: str) -> None:
+    """`backend` names a backend for each device type."""
     dist = without_nccl(ctx)
     join(ctx, dist, backend)
     count_ranks(ctx, dist)
 
 
 def start_lightning(ctx: Context, *, backend: str) -> None:
-    """Lightning takes the backend from its strategy."""
+    """Lightning reads the backend from its strategy."""
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
     from lightning.fabric.strategies import DDPStrategy  # type: ignore[import-not-found]
 
@@ -105,7 +110,7 @@ def start_lightning(ctx: Context, *, backend: str) -> None:
 
 
 def start_deepspeed(ctx: Context, *, backend: str) -> None:
-    """DeepSpeed takes it as an argument of init_distributed."""
+    """DeepSpeed reads the backend from an argument of init_distributed."""
     from kb.cpu_arms import import_deepspeed
 
     deepspeed = import_deepspeed()
@@ -115,53 +120,54 @@ def start_deepspeed(ctx: Context, *, backend: str) -> None:
     assert dist.get_backend() == "gloo"
 
 
-# --- the check: was this torch built with NCCL? Read without importing it -----------------------------------------
+# --- the check: was this torch built with NCCL? It does not import torch -----------------------------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Was this torch built with NCCL? Reads torch/version.py."""
     try:
-        found = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError) as error:
-        return unknown("torch cannot be looked up: %s" % error)
-    if found is None or not found.origin:
+        return unknown("kb cannot find out where torch is installed: %s" % error)
+    if spec is None or not spec.origin:
         return unknown("torch is not installed for this interpreter")
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     try:
         text = (folder / "version.py").read_text(errors="replace")
     except OSError as error:
-        return unknown("torch/version.py cannot be read: %s" % error)
+        return unknown("kb cannot read torch/version.py: %s" % error)
     line = r"^(__version__|cuda|hip|xpu)\b[^=\n]*= *['\"]?([^'\"\n]*)['\"]?$"
     return judge(dict(re.findall(line, text, re.MULTILINE)))
 
 
 def judge(values: Mapping[str, str]) -> Finding:
     system = platform.system()
-    what = "torch %s for %s, CUDA %s" % (values.get("__version__"), system, values.get("cuda"))
-    asked = 'ask it: python -c "import torch.distributed as d; print(d.is_nccl_available())"'
+    build = "torch %s for %s, CUDA %s" % (values.get("__version__"), system, values.get("cuda"))
+    advice = 'ask torch: python -c "import torch.distributed as d; print(d.is_nccl_available())"'
     if system == "Darwin":
-        return exposed(what, "no build for macOS has NCCL", advice="the backend gloo")
+        return exposed(build, "no build for macOS has NCCL", advice="use the backend gloo")
     if "cuda" not in values:
-        return unknown(what, "torch/version.py does not say for what it was built", advice=asked)
+        return unknown(build, "torch/version.py does not say whether it was built for CUDA", advice=advice)
     if values["cuda"] == "None" and values.get("hip", "None") == "None":
-        advice = "a CUDA build, or the backend gloo"
+        advice = "install a CUDA build of torch, or use the backend gloo"
         if values.get("xpu", "None") != "None":
-            advice = "the backend xccl, for Intel GPUs, or gloo"
-        return exposed(what, "without CUDA or ROCm there is no NCCL in it", advice=advice)
+            advice = "use the backend xccl for Intel GPUs, or gloo"
+        return exposed(build, "a build without CUDA or ROCm contains no NCCL", advice=advice)
     if system == "Windows":
-        return unknown(what, "PyTorch's wheels for Windows have no NCCL; a build of your own may", advice=asked)
-    return unknown(what, "PyTorch's wheels for Linux have NCCL; those of others may not", advice=asked)
+        return unknown(build, "the PyTorch wheels for Windows have no NCCL, but a custom build may", advice=advice)
+    return unknown(build, "the PyTorch wheels for Linux have NCCL, but other builds may not", advice=advice)
 
 
 MESSAGE = raised(r"Distributed package doesn't have NCCL built in")
-HAS_NONE = "this build has no NCCL"
+NO_NCCL = "this torch was built without NCCL"
 
 
 def pair(
     name: str, job: Callable[..., None], keyword: Dict[str, Any], because: str, fix: str, **changes: Any
 ) -> Experiment:
-    """`keyword` is what differs, for control and treatment."""
+    """`keyword` is the argument that differs, with its values in the control and in the treatment arm."""
     (word, (fails, works)), *_ = keyword.items()
-    settings: Dict[str, Any] = {"fidelity": "cpu", "stands_for": "", "env": IN_VAIN}
+    settings: Dict[str, Any] = {"fidelity": "cpu", "stands_for": "", "env": USELESS_SETTINGS}
     settings.update({key: changes.pop(key) for key in list(changes) if key in settings})
     packages = {"torch": ">=2.1", **({name: ""} if name in ("lightning", "deepspeed") else {})}
     return Experiment(
@@ -175,26 +181,58 @@ def pair(
 ASKS: Dict[str, Any] = {"asks_build": (False, True)}
 BACKENDS: Dict[str, Any] = {"backend": ("nccl", "gloo")}
 BY_DEVICE: Dict[str, Any] = {"backend": ("cpu:gloo,cuda:nccl", "cpu:gloo")}
-GPU = "a build with CUDA: torch.cuda.is_available() is made to say True"
+GPU = "a build with CUDA; a patch makes torch.cuda.is_available() return True"
 
 probe = Probe(
     check=check,
-    experiments=(pair("backend", train, ASKS, f"{HAS_NONE}, and the script asks for it", "it asks whether it has"),),
+    experiments=(
+        pair(
+            "backend",
+            train,
+            ASKS,
+            f"{NO_NCCL}, but the script requests nccl",
+            "the script requests nccl only if the build has NCCL",
+        ),
+    ),
     variants=(
         pair(
             "cuda-without-nccl",
             train_with_gpu,
             ASKS,
-            "a GPU is there, so the script asks for nccl; " + HAS_NONE,
-            "it asks the build for NCCL, not for a GPU",
+            "the script requests nccl because there is a GPU, but " + NO_NCCL,
+            "the script asks whether the build has NCCL, not whether there is a GPU",
             fidelity="stand-in",
             stands_for=GPU,
         ),
         pair(
-            "second-group", add_group, BACKENDS, HAS_NONE + ": a second group asks for it", "the second is gloo's too"
+            "second-group",
+            add_group,
+            BACKENDS,
+            NO_NCCL + ", but a second group requests nccl",
+            "the second group uses gloo too",
         ),
-        pair("each-device", both, BY_DEVICE, HAS_NONE + ", also for one device of two", "no backend for cuda"),
-        pair("lightning", start_lightning, BACKENDS, HAS_NONE, "the strategy names gloo", world_size=1),
-        pair("deepspeed", start_deepspeed, BACKENDS, HAS_NONE, "init_distributed names gloo", world_size=1),
+        pair(
+            "each-device",
+            join_per_device,
+            BY_DEVICE,
+            NO_NCCL + ", but the backend for cuda is nccl",
+            "the job names a backend only for the CPU",
+        ),
+        pair(
+            "lightning",
+            start_lightning,
+            BACKENDS,
+            NO_NCCL + ", but the strategy requests nccl",
+            "the strategy requests gloo",
+            world_size=1,
+        ),
+        pair(
+            "deepspeed",
+            start_deepspeed,
+            BACKENDS,
+            NO_NCCL + ", but init_distributed requests nccl",
+            "init_distributed requests gloo",
+            world_size=1,
+        ),
     ),
 )
