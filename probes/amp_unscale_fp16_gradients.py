@@ -1,4 +1,4 @@
-"""A GradScaler meets trainable weights in float16, or an optimizer none of whose parameters has a gradient."""
+"""A GradScaler unscales gradients of float16 weights, or steps an optimizer whose parameters have no gradients."""
 
 from functools import partial
 from typing import Any, Callable
@@ -7,7 +7,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def build(ctx: Context) -> Any:
-    """A frozen layer and a trainable one, all loaded in float16; the trainable weights are 1."""
+    """A frozen layer and a trainable one, both in float16; the trainable weights are 1."""
     import torch
 
     torch.manual_seed(0)
@@ -20,7 +20,7 @@ def build(ctx: Context) -> Any:
 def train(
     ctx: Context, *, float32: bool, clips: bool = True, scaler: str = "on", fused: bool = False, adam: bool = False
 ) -> None:
-    """One step of mixed precision with a learning rate of 1e-4, and a gradient of about 1, for AdamW of 1e-4."""
+    """One step of mixed precision with learning rate 1e-4; the gradient is about 1, or about 1e-4 with AdamW."""
     import torch
 
     model = build(ctx)
@@ -29,8 +29,8 @@ def train(
             if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16):
                 p.data = p.data.float()
     trainable = [p for p in model.parameters() if p.requires_grad]
-    how: Any = torch.optim.AdamW if adam else torch.optim.SGD
-    optimizer = how(trainable, lr=1e-4, **({"fused": True} if fused else {}))
+    optimizer_class: Any = torch.optim.AdamW if adam else torch.optim.SGD
+    optimizer = optimizer_class(trainable, lr=1e-4, **({"fused": True} if fused else {}))
     amp: Any = torch.amp.GradScaler(ctx.device.type, init_scale=64.0, enabled=scaler != "off")
     if scaler == "patched":
         unscale = amp._unscale_grads_
@@ -46,7 +46,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(trainable, 10.0)
     amp.step(optimizer)
     amp.update()
-    assert model[0].weight.dtype == torch.float16, "the frozen layer stays in half precision"
+    assert model[0].weight.dtype == torch.float16, "the frozen layer is no longer in half precision"
     if not model[1].weight.isfinite().all():
         raise Symptom("%d of 8 weights are infinite after a step" % int(model[1].weight.isinf().sum()))
     changed = int((model[1].weight != 1).sum())
@@ -55,7 +55,7 @@ def train(
 
 
 def train_bfloat16(ctx: Context, *, bfloat16: bool) -> None:
-    """Weights in float32 that are used in bfloat16, without a scaler; or the float16 ones with it."""
+    """Trains float32 weights with autocast to bfloat16 and no scaler, or float16 weights with a scaler."""
     import torch
 
     if not bfloat16:
@@ -73,7 +73,7 @@ def train_bfloat16(ctx: Context, *, bfloat16: bool) -> None:
 
 
 def bfloat16_without_scaler(ctx: Context, *, float32: bool) -> None:
-    """bf16 is switched on over weights that were loaded in float16: nothing raises."""
+    """Autocast to bfloat16 with trainable weights in float16, or in float32; nothing raises."""
     import torch
 
     model = build(ctx)
@@ -96,8 +96,8 @@ def bfloat16_without_scaler(ctx: Context, *, float32: bool) -> None:
     assert int((model[1].weight != 1).sum()) == 8, model[1].weight
 
 
-def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
-    """No parameter of the optimizer has a gradient when it steps."""
+def step_without_gradients(ctx: Context, *, fixed: bool, how: str) -> None:
+    """No parameter of the optimizer has a gradient when the scaler steps it, for one of four reasons."""
     import copy
 
     import torch
@@ -106,7 +106,7 @@ def step_without(ctx: Context, *, fixed: bool, how: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler: Any = torch.amp.GradScaler(ctx.device.type)
     if how == "stale":
-        model = copy.deepcopy(model)  # as a loader, a wrapper or a conversion makes new parameters
+        model = copy.deepcopy(model)  # new parameters, as a loader, a wrapper or a conversion creates them
         if fixed:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     other = torch.nn.Linear(4, 2).to(ctx.device)
@@ -144,7 +144,7 @@ def pair(
     because: str,
     fix: str = "the trainable weights are in float32",
 ) -> Experiment:
-    """`keyword` is off in the control arm and on in the treatment."""
+    """`keyword` is False in the control and True in the treatment."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **{keyword: False}), expect=expect, because=because, fidelity="cpu"),
@@ -155,86 +155,92 @@ def pair(
     )
 
 
-cpu = pair("cpu", train, "float32", UNSCALE, "trainable weights in float16, unscaled for clipping")
+cpu = pair("cpu", train, "float32", UNSCALE, "unscale_ before clipping rejects gradients of float16 weights")
 
 probe = Probe(
     experiments=(cpu.on_gpus(1, name="gpu", expected_s=(10, 10)), cpu),
     variants=(
-        pair("no-clip", partial(train, clips=False), "float32", UNSCALE, "no clipping: the scaler's step unscales"),
+        pair(
+            "no-clip",
+            partial(train, clips=False),
+            "float32",
+            UNSCALE,
+            "without clipping, the scaler's step unscales and rejects gradients of float16 weights",
+        ),
         pair(
             "patched",
             partial(train, scaler="patched"),
             "float32",
             LOST,
-            "the scaler is patched to allow float16, and the weights round the update away",
+            "the scaler is patched to allow float16, but float16 weights round the update away",
         ),
         pair(
             "patched-adam",
             partial(train, scaler="patched", adam=True),
             "float32",
             symptom(r"8 of 8 weights are infinite after a step"),
-            "the scaler is patched to allow float16, where the eps of AdamW is 0",
+            "the scaler is patched to allow float16, in which AdamW's eps is 0, so it divides by 0",
         ),
         pair(
             "no-scaler",
             partial(train, scaler="off"),
             "float32",
             LOST,
-            "no scaler, and the float16 weights round the update away",
+            "without a scaler nothing raises, but float16 weights round the update away",
         ),
         pair(
             "fused",
             partial(train, clips=False, fused=True),
             "float32",
             LOST,
-            "a fused optimizer without clipping: nothing raises, and the update is rounded away",
+            "with a fused optimizer and no clipping nothing raises, but float16 weights round the update away",
         ),
         pair(
             "bfloat16",
             train_bfloat16,
             "bfloat16",
             UNSCALE,
-            "trainable weights in float16 and a scaler",
-            "weights in float32, autocast to bfloat16, no scaler",
+            "unscale_ before clipping rejects gradients of float16 weights",
+            "the weights are in float32, with autocast to bfloat16 and no scaler",
         ),
         pair(
             "bf16-over-float16",
             bfloat16_without_scaler,
             "float32",
             symptom(r"8 of 8 weights are no numbers after three steps"),
-            "bf16 over trainable weights in float16, AdamW",
+            "autocast to bfloat16 with float16 weights does not raise, but AdamW's eps is 0 in float16",
         ),
         pair(
             "stale",
-            partial(step_without, how="stale"),
+            partial(step_without_gradients, how="stale"),
             "fixed",
             NOTHING,
-            "the optimizer has the parameters of the model before it was replaced",
-            "it is made afterwards",
+            "the optimizer still has the parameters of a model that was replaced",
+            "the script creates the optimizer after the model is replaced",
         ),
         pair(
             "zeroed",
-            partial(step_without, how="zeroed"),
+            partial(step_without_gradients, how="zeroed"),
             "fixed",
             NOTHING,
-            "zero_grad between backward and step",
-            "zero_grad before the backward",
+            "the script calls zero_grad between backward and step",
+            "the script calls zero_grad before the backward",
         ),
         pair(
             "idle",
-            partial(step_without, how="idle"),
+            partial(step_without_gradients, how="idle"),
             "fixed",
             NOTHING,
-            "the second of two optimizers steps in an iteration that does not use its model",
-            "it steps in the branch of its own loss only",
+            "one of two optimizers steps in an iteration whose loss does not use its model",
+            "the optimizer steps only if the loss uses its model",
         ),
         pair(
             "detached",
-            partial(step_without, how="detached"),
+            partial(step_without_gradients, how="detached"),
             "fixed",
             NOTHING,
-            "the loss is a new leaf",
-            "the loss depends on the model",
+            "the loss is detached from the model, so the backward reaches no parameter",
+            "the loss is not detached from the model",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""bitsandbytes is asked for a compiled library that its package does not have, or that cannot be opened."""
+"""bitsandbytes looks for a compiled library that its package does not contain or that it cannot open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_override(override: Optional[str]) -> None:
 
 
 class OpenedLibrary:
-    """A CUDA library after it was opened; each function of it returns the name of its file."""
+    """Stands for an opened CUDA library; each of its functions returns the name of its file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class OpenedLibrary:
 
 
 def start_library(ctx: Context, *, override: Optional[str] = None, torch_cuda: str = "12.4") -> None:
-    """bitsandbytes' own start on a torch that says it is for CUDA and sees a GPU; then a GPU function is called."""
+    """Imports bitsandbytes with a torch that claims CUDA and a GPU, then calls a GPU function."""
     import ctypes
 
     import torch
@@ -52,7 +52,7 @@ def start_library(ctx: Context, *, override: Optional[str] = None, torch_cuda: s
     toolkit = Path(ctx.path("cuda/lib64"))
     toolkit.mkdir(parents=True)
     (toolkit / "libcudart.so").touch()
-    os.environ.update(CUDA_HOME=str(toolkit.parent), LD_LIBRARY_PATH=str(toolkit))  # in vain
+    os.environ.update(CUDA_HOME=str(toolkit.parent), LD_LIBRARY_PATH=str(toolkit))  # people try these, without effect
     set_override(override)
     gpu: Dict[str, Any] = {"is_available": lambda: True, "device_count": lambda: 1}
     gpu["get_device_capability"] = lambda _: (9, 0)
@@ -66,7 +66,7 @@ def start_library(ctx: Context, *, override: Optional[str] = None, torch_cuda: s
 
 
 def quantize(ctx: Context, *, override: Optional[str]) -> None:
-    """The same on a GPU: four-bit quantization and back."""
+    """Quantizes a tensor to four bits and back on a GPU."""
     import torch
 
     set_override(override)
@@ -79,7 +79,7 @@ def quantize(ctx: Context, *, override: Optional[str]) -> None:
 
 
 def open_named_library(ctx: Context, *, override: Optional[str]) -> None:
-    """A package that was built for CUDA 12.4 alone, and a loader that falls back to the library for the CPU."""
+    """Loads a library like a bitsandbytes that was built for CUDA 12.4 only and falls back to the CPU library."""
     import ctypes
     import shutil
 
@@ -102,15 +102,15 @@ def open_named_library(ctx: Context, *, override: Optional[str]) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Compare the libraries in the installed package with the CUDA of the installed torch, and with the override."""
+    """Compares the libraries in the installed package with the CUDA of the installed torch and with the override."""
     if sys.platform != "linux":
-        return unknown("the names of the libraries are known for Linux only")
+        return unknown("kb knows the names of the libraries for Linux only")
     folders = []
     for name in ("torch", "bitsandbytes"):
         try:
             spec = importlib.util.find_spec(name)
         except (ImportError, ValueError) as error:
-            return unknown("%s cannot be looked up: %s" % (name, error))
+            return unknown("kb cannot find %s: %s" % (name, error))
         if spec is None or not spec.origin:
             return unknown("%s is not installed in this interpreter" % name)
         folders.append(Path(spec.origin).parent)
@@ -119,33 +119,39 @@ def check(params: Mapping[str, Any]) -> Finding:
         installed = importlib.metadata.distribution("bitsandbytes")
         release = re.match(r"(\d+)\.(\d+)\.(\d+)", installed.metadata["Version"] or "")
         if Path(str(installed.locate_file("bitsandbytes"))).resolve() != folders[1].resolve():
-            return unknown("%s hides the installed copy, or is installed from source" % folders[1])
+            return unknown("%s shadows the installed copy, or is installed from source" % folders[1])
         files = [path.name for path in folders[1].iterdir()]
     except (OSError, ImportError, KeyError, ValueError) as error:
-        return unknown("the installed packages cannot be read: %s" % error)
+        return unknown("kb cannot read the installed packages: %s" % error)
     cuda = re.search(r"^cuda\b[^=\n]*= *['\"](\d+)\.(\d+)", text, re.MULTILINE)
     if cuda is None:
-        return unknown("torch/version.py names no CUDA", advice="on a machine with an NVIDIA GPU: torch-without-cuda")
+        advice = "on a machine with an NVIDIA GPU: `kb show torch-without-cuda`"
+        return unknown("torch/version.py names no CUDA", advice=advice)
     if release is None:
         return unknown("the installed bitsandbytes has no release number")
     numbers = tuple(int(number) for number in release.groups())
-    site = folders[0].parent
+    lacking = lacking_to_open(folders[0].parent, numbers, cuda.group(1))
+    return judge(numbers, (int(cuda.group(1)), int(cuda.group(2))), os.environ.get("BNB_CUDA_VERSION"), files, lacking)
+
+
+def lacking_to_open(site: Path, release: Tuple[int, ...], cuda_major: str) -> List[str]:
+    """What this machine lacks to open a CUDA library of bitsandbytes, as far as kb can see."""
     lacking = []
-    for needed in ("cudart", "cublas", "cusparse")[: 2 if numbers >= (0, 50) else 3]:
-        library = "lib%s.so.%s" % (needed, cuda.group(1))
+    for needed in ("cudart", "cublas", "cusparse")[: 2 if release >= (0, 50) else 3]:
+        library = "lib%s.so.%s" % (needed, cuda_major)
         if not any(path for place in ("torch/lib", "nvidia/*/lib") for path in site.glob("%s/%s*" % (place, library))):
-            lacking.append("there is no %s beside torch" % library)
+            lacking.append("kb finds no %s in the packages of torch and NVIDIA" % library)
     if not glob.glob("/dev/nvidia[0-9]*") + glob.glob("/dev/dxg"):
-        lacking.append("there is no device file of an NVIDIA GPU here")
+        lacking.append("this machine has no device file of an NVIDIA GPU")
     if re.match(r"\s*(-1|none|nodevfiles)?\s*(,|$)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"), re.IGNORECASE):
         lacking.append("CUDA_VISIBLE_DEVICES hides the GPUs")
     try:
         glibc = re.search(r"(\d+)\.(\d+)$", os.confstr("CS_GNU_LIBC_VERSION") or "")
     except (OSError, ValueError):
         glibc = None
-    if glibc is None or (numbers[:2] == (0, 45) and (int(glibc.group(1)), int(glibc.group(2))) < (2, 34)):
-        lacking.append("libraries of 0.45 for CUDA 12.6 and newer need glibc 2.34; every one needs glibc")
-    return judge(numbers, (int(cuda.group(1)), int(cuda.group(2))), os.environ.get("BNB_CUDA_VERSION"), files, lacking)
+    if glibc is None or (release[:2] == (0, 45) and (int(glibc.group(1)), int(glibc.group(2))) < (2, 34)):
+        lacking.append("all libraries need glibc, and those of 0.45 for CUDA 12.6 and newer need glibc 2.34")
+    return lacking
 
 
 def judge(
@@ -157,30 +163,31 @@ def judge(
     has += ", ".join("%d.%d" % version for version in versions) or "none"
     wants = "torch is built for CUDA %d.%d" % cuda
     if release < (0, 40, 1):
-        return unknown(wants, has, "this release takes the CUDA of a libcudart that it finds, not torch's")
+        return unknown(wants, has, "this release uses the CUDA version of a libcudart that it finds, not torch's")
     if override is not None and (override or release >= (0, 50)):
-        set_to = "BNB_CUDA_VERSION=%s" % override
+        setting = "BNB_CUDA_VERSION=%s" % override
         if release >= (0, 50) and not override.isdigit():
-            return exposed(set_to, "this release takes digits only", advice="unset BNB_CUDA_VERSION")
+            return exposed(setting, "this release accepts digits only", advice="unset BNB_CUDA_VERSION")
         if not {"libbitsandbytes_cuda%s%s.so" % (override, kind) for kind in ("", "_nocublaslt")} & set(files):
-            return exposed(set_to, has, advice="unset BNB_CUDA_VERSION")
+            return exposed(setting, has, advice="unset BNB_CUDA_VERSION")
         if override != "%d%d" % cuda or release < (0, 45):
-            return unknown(set_to, wants, "that library is here; whether card and runtime fit it was not tried")
+            untried = "the package has that library, but kb did not try whether it works with the GPU and the runtime"
+            return unknown(setting, wants, untried)
     if release < (0, 45) and (cuda in versions) != ("libbitsandbytes_cuda%d%d_nocublaslt.so" % cuda in files):
-        return unknown(wants, has, "cards below compute capability 7.5 take another file, ..._nocublaslt.so")
+        return unknown(wants, has, "GPUs below compute capability 7.5 need another file, ..._nocublaslt.so")
     same_major = [version for version in versions if version[0] == cuda[0]]
     if cuda not in versions and not (release >= (0, 50) and same_major):
-        return exposed(wants, has, advice="a release of bitsandbytes that has a library for this CUDA")
+        return exposed(wants, has, advice="install a release of bitsandbytes that has a library for this CUDA")
     if lacking:
-        return unknown(wants, has, *lacking, advice="python -m bitsandbytes, on the machine that trains")
-    return clear(wants, has, "whether it can be opened was not tried: python -m bitsandbytes")
+        return unknown(wants, has, *lacking, advice="run `python -m bitsandbytes` on the machine that trains")
+    return clear(wants, has, "kb did not try to open the library; `python -m bitsandbytes` does")
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
 
 ABSENT = r"CUDA binary (not )?found at \S+libbitsandbytes_cuda\d+\.so|libbitsandbytes_cpu\.so: undefined symbol: cq"
-NO_GPU = "a torch for CUDA that sees a GPU, and the linker's opening of the CUDA library"
-FROM_SOURCE = "bitsandbytes 0.43.1 to 0.45.5, built from source for CUDA 12.4: a library of torch under that name"
+NO_GPU = "a torch for CUDA with a GPU; here torch claims both, and an object takes the place of the opened library"
+FROM_SOURCE = "bitsandbytes 0.43.1 to 0.45.5 built from source for CUDA 12.4; here a library of torch has that name"
 
 
 def experiment(
@@ -199,10 +206,14 @@ def experiment(
     )
 
 
+BY_TORCH = "BNB_CUDA_VERSION is not set, so bitsandbytes uses the library for torch's CUDA"
 REASONS = {
-    "override": ("BNB_CUDA_VERSION names no library of the package", "it is unset, so torch's CUDA decides"),
-    "release": ("the release has no library for the CUDA of this torch", "the release has one"),
-    "empty": ("BNB_CUDA_VERSION is set to an empty text", "it is unset, so torch's CUDA decides"),
+    "override": ("BNB_CUDA_VERSION names a library that the package does not contain", BY_TORCH),
+    "release": (
+        "this release of bitsandbytes has no library for the CUDA of this torch",
+        "this release of bitsandbytes has a library for the CUDA of this torch",
+    ),
+    "empty": ("BNB_CUDA_VERSION is set to an empty string, which this release rejects", BY_TORCH),
 }
 UNSET = ({"override": "127"}, {"override": None})
 EMPTY = ({"override": ""}, {"override": None})

@@ -1,4 +1,4 @@
-"""The full state dict of a sharded model, on every rank or on rank 0; rank 1 has room for its shard and a layer."""
+"""Every rank, or only rank 0, builds the full state dict; rank 1 has memory for its shard and one whole layer only."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GPU_LAYERS, GPU_WIDTH, GPU_MIB = 10, 5120, 1024  # 1000 MiB, 500 on each rank
 
 
 def save(ctx: Context, *, how: str) -> None:
-    """Gather the full state dict as a save does, or do not. Each weight has one value, so the result can be checked."""
+    """Saves in shards, or builds the full state dict; each weight has its own value, by which the job checks it."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
     dist, on_gpu = ctx.init_process_group(timeout_s=20), ctx.device.type == "cuda"
-    model, folder = sharded(ctx), ctx.path("checkpoint")
+    model, folder = sharded_model(ctx), ctx.path("checkpoint")
     dist.all_gather([torch.empty(1, device=ctx.device) for _ in range(2)], torch.ones(1, device=ctx.device))
     path, first = ctx.path("model.pt"), next(iter(model.parameters()))
-    optimizer = torch.optim.SGD([first], lr=0.0, momentum=0.9)  # with a state, and room for it
+    optimizer = torch.optim.SGD([first], lr=0.0, momentum=0.9)  # its state is allocated before the limit
     first.grad = torch.zeros_like(first)
     optimizer.step()
     ctx.note(shard_mib=sum(parameter.to_local().nbytes for parameter in model.parameters()) >> 20)
@@ -50,11 +50,11 @@ def save(ctx: Context, *, how: str) -> None:
     ctx.note(full_mib=sum(tensor.nbytes for tensor in state.values()) >> 20)
     expected = len(list(model.parameters())) if ctx.rank == 0 else 0
     assert len(state) == expected, "%d tensors on rank %d, not %d" % (len(state), ctx.rank, expected)
-    assert all(bool((state[name] == number).all()) for number, name in enumerate(state)), "other values than before"
+    assert all(bool((state[name] == number).all()) for number, name in enumerate(state)), "the save changed a weight"
 
 
-def sharded(ctx: Context) -> Any:
-    """Sharded before its memory is allocated: no rank holds the whole model except in the save."""
+def sharded_model(ctx: Context) -> Any:
+    """A model that is sharded before its memory is allocated, so that no rank ever holds all of it before the save."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -73,7 +73,7 @@ def sharded(ctx: Context) -> Any:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How much of this host's memory a gathered save takes: once for rank 0, or once per rank of the host."""
+    """Does a full state dict fit into this host's memory, once for rank 0 or once for each rank of the host?"""
     kind, billions = "", params["params"]
     if params["config"] is not None:
         try:
@@ -82,14 +82,14 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
     if "SHARDED" in kind:
         return unknown(
-            "the configuration saves %s, every rank its own shard" % kind,
-            "accelerate copies them to host memory first: on a single host they are the whole model",
-            "whether the Trainer heeds it depends: TrainingArguments read this key since transformers 5.10 only",
-            "whether your script asks for a full state dict at the end cannot be seen",
+            "the configuration saves %s, so every rank saves its own shard" % kind,
+            "accelerate first copies the shards to host memory, and on a single host they are the whole model",
+            "the Trainer uses this key only since transformers 5.10",
+            "kb cannot see whether your script asks for a full state dict at the end",
         )
     if billions is None or billions <= 0 or params["ranks"] < 1 or params["copies"] not in ("rank0", "all"):
         return unknown(
-            "the number of parameters was not given" + (", the save is %s" % kind if kind else ""),
+            "the number of parameters was not given" + (", and the save is %s" % kind if kind else ""),
             advice="--set params=70 --set bytes=12 (billions; fp32 weights and Adam), copies=all if every rank gathers",
         )
     free, source = host_memory()
@@ -98,18 +98,18 @@ def check(params: Mapping[str, Any]) -> Finding:
     everywhere = params["copies"] == "all"
     times = params["ranks"] if everywhere else 1
     need = billions * 1e9 * params["bytes"] * times / GIB
-    message = "%.1f billion x %.0f bytes x %d = %.0f GiB, and this host has %.0f GiB to give (%s)" % (
+    message = "%.1f billion x %.0f bytes x %d = %.0f GiB, and this host has %.0f GiB available (%s)" % (
         *(billions, params["bytes"], times, need, free),
         source,
     )
     if need > free:
-        return exposed(message, advice="sharded checkpoints; or weights only, on rank 0 only")
+        return exposed(message, advice="save sharded checkpoints, or only the weights on rank 0 only")
     if need > 0.7 * free:
-        return unknown(message, "data loaders, pinned buffers and the page cache of the write come on top")
+        return unknown(message, "data loaders, pinned buffers and the page cache of the write need memory as well")
     if not everywhere:
-        return unknown(message, "enough for rank 0; copies=all tells whether it is enough if every rank gathers")
-    gpu = "without offload_to_cpu each GPU needs %.0f GiB as well, which is not compared here" % (need / times)
-    return unknown(message, "enough for the host; " + gpu)
+        return unknown(message, "this is enough for rank 0; copies=all checks whether every rank could gather")
+    gpu = "without offload_to_cpu each GPU also needs %.0f GiB, which kb did not compare" % (need / times)
+    return unknown(message, "this is enough for the host; " + gpu)
 
 
 def state_dict_type(values: Mapping[str, Any]) -> str:
@@ -120,26 +120,26 @@ def state_dict_type(values: Mapping[str, Any]) -> str:
 
 
 def host_memory() -> Tuple[Optional[float], str]:
-    """GiB still available on this host or in this shell's control group; None with the reason."""
+    """GiB still available on this host or in this shell's cgroup, and the source; or None and the reason."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         result: List[Tuple[float, str]] = [
             (int(line.split()[1]) / (1 << 20), "MemAvailable") for line in lines if line.startswith("MemAvailable")
         ]
     except (OSError, ValueError):
-        return None, "/proc/meminfo cannot be read"
-    for limit, used, statistics in groups():
+        return None, "kb cannot read /proc/meminfo"
+    for limit, used, statistics in cgroups():
         try:
             free = int(limit.read_text()) - int(used.read_text())
             dropped = re.search(r"^(?:total_)?inactive_file (\d+)", statistics.read_text(), re.M)
-        except (OSError, ValueError):  # no such limit
+        except (OSError, ValueError):  # this cgroup has no limit
             continue
         result.append(((free + int(dropped.group(1) if dropped else 0)) / GIB, "cgroup"))
-    return min(result) if result else (None, "this kernel tells no MemAvailable")
+    return min(result) if result else (None, "this kernel does not report MemAvailable")
 
 
-def groups() -> Iterator[Tuple[Path, Path, Path]]:
-    """Limit, use and statistics of this process's control group and of those above it, in both versions."""
+def cgroups() -> Iterator[Tuple[Path, Path, Path]]:
+    """The files with limit, use and statistics of this process's cgroup and of those above it, in versions 1 and 2."""
     try:
         paths = re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", Path("/proc/self/cgroup").read_text(), re.M)
     except OSError:
@@ -148,13 +148,13 @@ def groups() -> Iterator[Tuple[Path, Path, Path]]:
         ("/sys/fs/cgroup", "memory.max", "memory.current"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        # in a container the root is the container's own group, and the path may be that of the host
+        # in a container, the root is the container's own cgroup, and the path may be that of the host
         for group in {Path(root)}.union(*({Path(root + path), *Path(root + path).parents} for path in paths)):
             yield group / limit, group / used, group / "memory.stat"
 
 
-EVERYWHERE = "full_state_dict without cpu_offload: every rank builds the whole model"
-ONCE = "cpu_offload=True with it: rank 0 builds the model, layer by layer, the others get nothing"
+EVERYWHERE = "full_state_dict=True without cpu_offload makes every rank build the whole model"
+ONCE = "with cpu_offload=True, only rank 0 builds the whole model, layer by layer"
 SHARED = "the memory of a GPU, or the host memory that all ranks share; here the address space of rank 1 is limited"
 
 FULL = Arm(
@@ -168,7 +168,7 @@ rlimit = Experiment(
     name="rlimit",
     control=FULL,
     treatment=Arm(partial(save, how="rank 0"), completed(), because=ONCE, fidelity="stand-in", stands_for=SHARED),
-    needs=Needs(packages={"torch": ">=2.8"}),  # in 2.7 the allocator keeps what was gathered, on the CPU
+    needs=Needs(packages={"torch": ">=2.8"}),  # in 2.7, the CPU's allocator does not release gathered weights
     deadline_s=30,
     expected_s=(1.2, 1.2),
 )
@@ -178,7 +178,7 @@ in_shards = Experiment(
     treatment=Arm(
         partial(save, how="sharded"),
         completed(),
-        because="torch.distributed.checkpoint writes the shards, each rank its own",
+        because="torch.distributed.checkpoint makes each rank write its own shard",
         fidelity="stand-in",
         stands_for=SHARED,
     ),
@@ -190,11 +190,11 @@ in_shards = Experiment(
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "your accelerate configuration, for the state dict type"),
-        "params": Param("float", "parameters of the model, in billions"),
-        "bytes": Param("float", "bytes per parameter in the save: 2 bf16, 4 fp32, 12 fp32 with Adam", 4.0),
-        "copies": Param("str", "who builds the full state dict: rank0 or all", "rank0"),
-        "ranks": Param("int", "ranks on this host, for copies=all", 8),
+        "config": Param("path", "your accelerate configuration, which names the state dict type"),
+        "params": Param("float", "number of parameters of the model, in billions"),
+        "bytes": Param("float", "bytes per parameter in the save: 2 for bf16, 4 for fp32, 12 for fp32 with Adam", 4.0),
+        "copies": Param("str", "the ranks that build the full state dict: rank0 or all", "rank0"),
+        "ranks": Param("int", "number of ranks on this host, for copies=all", 8),
     },
     experiments=(
         rlimit.on_gpus(expect=GPU_OOM, gpu_memory_mib=GPU_MIB),

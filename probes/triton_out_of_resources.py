@@ -1,4 +1,4 @@
-"""A Triton kernel asks for more shared memory for a block than the GPU has; that is not the size of its memory."""
+"""A Triton kernel needs more shared memory per block than the GPU has, which does not depend on its device memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kb.probe import (
     unknown,
 )
 
-# Bytes for one block, "Maximum amount of shared memory per thread block" in the CUDA C++ Programming Guide.
+# Bytes per block: "Maximum amount of shared memory per thread block" in the CUDA C++ Programming Guide.
 LIMITS: Dict[Tuple[int, int], int] = {
     (6, 0): 49152,
     (6, 1): 49152,
@@ -43,7 +43,7 @@ LIMITS: Dict[Tuple[int, int], int] = {
     (12, 1): 101376,
 }
 RTX, HOPPER = (8, 6), (9, 0)
-TUNED = 232448  # kernels that are tuned on a data centre card fill this
+TUNED = 232448  # kernels that are tuned on a data centre card may use all of this
 
 KERNEL = """
 import triton
@@ -64,7 +64,7 @@ SMALL = {"M": 64, "N": 64, "K": 32}
 
 
 def load_kernel() -> Any:
-    """Triton reads the source of a kernel, so it is a file."""
+    """Imports the kernel from a file, because Triton reads its source."""
     path = Path(tempfile.mkdtemp()) / "kernel.py"
     path.write_text(KERNEL, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("kernel", path)
@@ -78,7 +78,7 @@ def load_kernel() -> Any:
 def compile_for(
     ctx: Context, *, card: Tuple[int, int], block: Dict[str, int], num_stages: int, num_warps: int, data: str = "fp16"
 ) -> None:
-    """How much shared memory does Triton's compiler give the kernel on this card? A launch compares it likewise."""
+    """How much shared memory does the kernel need on this card, as Triton compiles it? A launch checks the same."""
     triton: Any = importlib.import_module("triton")
     compiler: Any = importlib.import_module("triton.compiler")
     backends: Any = importlib.import_module("triton.backends.compiler")
@@ -97,7 +97,7 @@ def compile_for(
 
 
 def launch(ctx: Context, *, fits: bool) -> None:
-    """The same kernel on the GPU, with as many stages as its shared memory cannot hold, or two."""
+    """The same kernel on the GPU, with two stages, which fit, or with more stages until they do not fit."""
     import torch
 
     matmul = load_kernel()
@@ -111,32 +111,32 @@ def launch(ctx: Context, *, fits: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How much shared memory do the GPUs of this node have for a block? Which kernels will run, nobody can know."""
-    found = compute_capabilities(params["capability"])
-    advice = "on the GPU node, or with --set capability=8.9"
-    if not found:
-        return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
-    lacking = [card for card in found if card not in LIMITS]
-    if lacking:
-        return unknown(f"compute capability {lacking[0][0]}.{lacking[0][1]} is not in the table of this probe")
-    evidence = [f"compute capability {card[0]}.{card[1]}: {LIMITS[card]} bytes for a block" for card in found]
-    if min(LIMITS[card] for card in found) >= TUNED:
-        return unknown(*evidence, "as much as any card has; a kernel that asks for more fails everywhere")
-    return unknown(*evidence, "kernels that are tuned for H100 may ask for more")
+    """How much shared memory per block do the GPUs of this node have? kb cannot know which kernels will run."""
+    cards = compute_capabilities(params["capability"])
+    if not cards:
+        advice = "run this check on the GPU node, or with --set capability=8.9"
+        return unknown("nvidia-smi does not report the compute capability of the GPUs", advice=advice)
+    missing = [card for card in cards if card not in LIMITS]
+    if missing:
+        return unknown(f"this check does not know compute capability {missing[0][0]}.{missing[0][1]}")
+    evidence = [f"compute capability {card[0]}.{card[1]}: {LIMITS[card]} bytes per block" for card in cards]
+    if min(LIMITS[card] for card in cards) >= TUNED:
+        return unknown(*evidence, "no card has more, so a kernel that needs more fails on every card")
+    return unknown(*evidence, "a kernel that is tuned for H100 may need more")
 
 
-COMPILER = "a launch on a card of compute capability 8.6, by Triton's compiler for it without the card"
+COMPILER = "a launch on a card of compute capability 8.6; here Triton compiles for that card without launching"
 TRITON = Needs(packages={"triton": ">=3.3"}, memory_mib=2048)
 TOO_MUCH = symptom(r"Triton's compiler: shared memory, required \d+, the card has 101376 for a block")
-asks = {"card": RTX, "block": LARGE, "num_stages": 5, "num_warps": 8}
+BASE = {"card": RTX, "block": LARGE, "num_stages": 5, "num_warps": 8}
 
 
 def compiled(name: str, bad: Dict[str, Any], good: Dict[str, Any], *, because: str, fixed: str) -> Experiment:
     arm = partial(Arm, fidelity="stand-in", stands_for=COMPILER)
     return Experiment(
         name=name,
-        control=arm(partial(compile_for, **{**asks, **bad}), expect=TOO_MUCH, because=because),
-        treatment=arm(partial(compile_for, **{**asks, **good}), expect=completed(), because=fixed),
+        control=arm(partial(compile_for, **{**BASE, **bad}), expect=TOO_MUCH, because=because),
+        treatment=arm(partial(compile_for, **{**BASE, **good}), expect=completed(), because=fixed),
         needs=TRITON,
         world_size=1,
         expected_s=(3.0, 2.0),
@@ -144,33 +144,57 @@ def compiled(name: str, bad: Dict[str, Any], good: Dict[str, Any], *, because: s
     )
 
 
-FIVE = "five stages of a tile of 128 x 128 x 64 in half precision"
+FIVE = "five stages of a 128 x 128 x 64 tile in half precision need more shared memory than the card has"
+TWELVE = "twelve stages need more shared memory than any card has"
 
 probe = Probe(
     check=check,
-    params={"capability": Param("str", "compute capability of the GPUs in question; default: nvidia-smi", "")},
+    params={"capability": Param("str", "compute capability of the GPUs (default: from nvidia-smi)", "")},
     experiments=(
         Experiment(
             name="gpu",
             control=Arm(
                 partial(launch, fits=False),
                 expect=raised(r"out of resource: shared memory,? ?Required: \d+,? ?Hardware limit: \d+"),
-                because="twelve stages fit no card",
+                because=TWELVE,
                 fidelity="hardware",
             ),
-            treatment=Arm(partial(launch, fits=True), expect=completed(), because="two stages", fidelity="hardware"),
+            treatment=Arm(
+                partial(launch, fits=True),
+                expect=completed(),
+                because="two stages of the same tile fit into the shared memory",
+                fidelity="hardware",
+            ),
             world_size=1,
             backend="nccl",
             needs=Needs(packages={"torch": ">=2.7", "triton": ">=3.3"}, gpus=1, gpu_memory_mib=1024),
             deadline_s=90,
             expected_s=(20.0, 15.0),
         ),
-        compiled("stages", {}, {"num_stages": 3}, because=FIVE, fixed="three stages"),
+        compiled("stages", {}, {"num_stages": 3}, because=FIVE, fixed="three stages of the same tile fit"),
     ),
     variants=(
-        compiled("tile", {}, {"block": SMALL}, because=FIVE, fixed="a tile of 64 x 64 x 32"),
-        compiled("dtype", {"num_stages": 3, "data": "fp32"}, {"num_stages": 3}, because="float32", fixed="float16"),
-        compiled("card", {}, {"card": HOPPER}, because=FIVE, fixed="the same kernel for a card of 9.0"),
-        compiled("warps", {"num_warps": 4}, {"num_stages": 3}, because="fewer warps ask for as much", fixed="stages"),
+        compiled("tile", {}, {"block": SMALL}, because=FIVE, fixed="five stages of a 64 x 64 x 32 tile fit"),
+        compiled(
+            "dtype",
+            {"num_stages": 3, "data": "fp32"},
+            {"num_stages": 3},
+            because="three stages of the tile in float32 need more shared memory than the card has",
+            fixed="three stages of the same tile in float16 fit",
+        ),
+        compiled(
+            "card",
+            {},
+            {"card": HOPPER},
+            because=FIVE,
+            fixed="the same kernel fits on a card of compute capability 9.0",
+        ),
+        compiled(
+            "warps",
+            {"num_warps": 4},
+            {"num_stages": 3},
+            because="fewer warps do not help: five stages still need more shared memory than the card has",
+            fixed="three stages of the same tile fit",
+        ),
     ),
 )
