@@ -1,4 +1,4 @@
-"""Every step has a new value for a compiled function: each is a compile, and after the limit it runs uncompiled."""
+"""Each step passes a new value to a compiled function, so torch compiles again, and after a limit runs uncompiled."""
 
 from __future__ import annotations
 
@@ -25,19 +25,17 @@ from kb.probe import (
 )
 from kb.training_config import UnreadableConfig, read_config
 
-LIMIT = 3  # of the arms, in place of 8
+LIMIT = 3  # the recompile limit of the arms; the default is 8
 SIZES = (5, 6, 7, 9, 10, 11)
 
 
 class Compiler:
-    """Counts compiles and compiled runs of `torch.compile` with a backend of its own, and keeps torch's warnings."""
+    """Counts compiles and compiled runs of `torch.compile` with its own backend, and stores torch's warnings."""
 
     def __init__(self, **options: Any) -> None:
         import torch
-        import torch._dynamo.config as config
 
-        self.limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
-        setattr(config, self.limit, LIMIT)
+        self.set_limit(LIMIT)
         self.compiles = self.runs = 0
         self.warnings: List[str] = []
         handler = logging.Handler(logging.WARNING)
@@ -54,6 +52,11 @@ class Compiler:
 
         return run
 
+    def set_limit(self, limit: int) -> None:
+        import torch._dynamo.config as config
+
+        setattr(config, "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit", limit)
+
     def hits(self) -> str:
         """The warnings about the limit since the last call, on one line."""
         hits = [" ".join(text.split()) for text in self.warnings if "hit config." in text]
@@ -62,7 +65,7 @@ class Compiler:
 
 
 def lengths(ctx: Context, *, dynamic: Optional[bool]) -> None:
-    """Six lengths in turn, twice: in the second round the versions that exist are found again."""
+    """Runs six lengths in turn, twice. The second round reuses the compiled versions that exist."""
     import torch
 
     compiler = Compiler(dynamic=dynamic)
@@ -77,13 +80,39 @@ def lengths(ctx: Context, *, dynamic: Optional[bool]) -> None:
     assert compiler.runs == 12 and compiler.compiles <= LIMIT, (compiler.runs, compiler.compiles)
 
 
-def values(ctx: Context, *, mended: bool) -> None:
-    """A counter of the module, the length of a list, a new function, a text, fixed sizes with a full graph, layers.
+Step = Callable[[int], Any]
 
-    `mended`: a tensor from the loop, one tensor, one function, logging outside, padding, and a higher limit.
-    """
+
+def change_values(ctx: Context, *, fixed: bool) -> None:
+    """Changes six things in every step: a counter, the length of a list, a function, a string, a size, a layer."""
+    compiler = Compiler(dynamic=True)
+    steps = {
+        "counter": count_steps(compiler, fixed),
+        "list": sum_list(compiler, fixed),
+        "function": apply_function(compiler, fixed),
+        "text": log_name(compiler, fixed),
+        "full graph": fix_size(compiler, fixed),
+        "layer": run_layer(compiler, fixed),
+    }
+    ctx.reached()
+    hits = {}
+    for kind, step in steps.items():
+        error_text = ""
+        try:
+            for n in range(4):
+                step(n)
+        except Exception as error:  # expected with a full graph; the pattern rejects any other
+            error_text = f" {type(error).__name__}: {error}"
+        hits[kind] = compiler.hits() + error_text
+    ctx.note(compiles=compiler.compiles, compiled_steps=compiler.runs)
+    if any(hits.values()):
+        raise Symptom("; ".join(f"{kind}: {hit or 'no warning'}" for kind, hit in hits.items()))
+    assert compiler.runs == 24, compiler.runs
+
+
+def count_steps(compiler: Compiler, fixed: bool) -> Step:
+    """The module counts its steps; the fix passes the number as a tensor."""
     import torch
-    import torch._dynamo.config as config
 
     class Counter(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -95,69 +124,88 @@ def values(ctx: Context, *, mended: bool) -> None:
                 self.step += 1
             return self.linear(x) * (self.step if step is None else step)
 
-    seen: List[str] = []
-
-    def named(x: torch.Tensor, name: str) -> torch.Tensor:
-        if not mended:
-            seen.append(name)
-        return x + 1
-
-    compiler = Compiler(dynamic=True)
-    plain = Counter()
+    plain, x = Counter(), torch.ones(1, 2)
     model = compiler.compile(plain)
-    total = compiler.compile(lambda parts: parts.sum() if mended else sum(part.sum() for part in parts))
-    apply, record = compiler.compile(lambda function, x: function(x)), compiler.compile(named)
-    fixed = compiler.compile(lambda x: x.sin().sum(1), dynamic=False, fullgraph=True)
-    layers = [compiler.compile(torch.nn.Dropout(n / 8)) for n in range(1, 5)]
-    mask, ones = eval("lambda x: x + 1"), torch.ones(1, 2)
 
-    def step_of_counts(n: int) -> None:
-        x = ones
-        if mended:
+    def run(n: int) -> None:
+        if fixed:
             y = model(x, step=torch.tensor(n))
             assert torch.allclose(y, plain.linear(x) * n)
         else:
             model(x)
 
-    def step_of_sizes(n: int) -> None:
+    return run
+
+
+def sum_list(compiler: Compiler, fixed: bool) -> Step:
+    """The function gets a list whose length changes; the fix passes one tensor."""
+    import torch
+
+    total = compiler.compile(lambda parts: parts.sum() if fixed else sum(part.sum() for part in parts))
+    return lambda n: total(torch.ones(n + 2, 2) if fixed else [torch.ones(1, 2)] * (n + 2))
+
+
+def apply_function(compiler: Compiler, fixed: bool) -> Step:
+    """The function gets a new function in each step; the fix passes the same one."""
+    import torch
+
+    apply, mask = compiler.compile(lambda function, x: function(x)), eval("lambda x: x + 1")
+    return lambda _: apply(mask if fixed else eval("lambda x: x + 1"), torch.ones(1, 2))
+
+
+def log_name(compiler: Compiler, fixed: bool) -> Step:
+    """The compiled function logs the name of the sample; the fix logs it outside."""
+    import torch
+
+    logged: List[str] = []
+
+    def add_one(x: torch.Tensor, name: str) -> torch.Tensor:
+        if not fixed:
+            logged.append(name)
+        return x + 1
+
+    compiled = compiler.compile(add_one)
+
+    def run(n: int) -> None:
+        if fixed:
+            logged.append(f"sample {n}")
+        compiled(torch.ones(1, 2), f"sample {n}")
+        assert len(logged) == n + 1, logged
+
+    return run
+
+
+def fix_size(compiler: Compiler, fixed: bool) -> Step:
+    """dynamic=False with a full graph raises at the limit; the fix pads to one size."""
+    import torch
+
+    compiled = compiler.compile(lambda x: x.sin().sum(1), dynamic=False, fullgraph=True)
+
+    def run(n: int) -> None:
         x = torch.ones(2, SIZES[n])
-        if mended:
+        if fixed:
             x = torch.nn.functional.pad(x, (0, -x.shape[1] % 8))
-        fixed(x)
+        compiled(x)
 
-    def step_of_texts(n: int) -> None:
-        if mended:
-            seen.append(f"sample {n}")
-        record(ones, f"sample {n}")
+    return run
 
-    kinds: Any = (
-        ("counter", step_of_counts),
-        ("list", lambda n: total(torch.ones(n + 2, 2) if mended else [ones] * (n + 2))),
-        ("function", lambda _: apply(mask if mended else eval("lambda x: x + 1"), ones)),
-        ("text", step_of_texts),
-        ("full graph", step_of_sizes),
-        ("layer", lambda n: layers[n](ones)),
-    )
-    ctx.reached()
-    hits = {}
-    for kind, step in kinds:
-        if mended and kind == "layer":
-            setattr(config, compiler.limit, 8)
-        ended = ""
-        try:
-            for n in range(4):
-                step(n)
-        except Exception as error:  # the full graph's, or one that the pattern refuses
-            ended = f" {type(error).__name__}: {error}"
-        hits[kind] = compiler.hits() + ended
-    ctx.note(compiles=compiler.compiles, compiled_steps=compiler.runs)
-    if any(hits.values()):
-        raise Symptom("; ".join(f"{kind}: {hit or 'no warning'}" for kind, hit in hits.items()))
-    assert len(seen) == 4 and compiler.runs == 24, (seen, compiler.runs)
+
+def run_layer(compiler: Compiler, fixed: bool) -> Step:
+    """Each step runs another layer of one class; the fix raises the limit."""
+    import torch
+
+    layers = [compiler.compile(torch.nn.Dropout(n / 8)) for n in range(1, 5)]
+
+    def run(n: int) -> None:
+        if fixed:
+            compiler.set_limit(8)
+        layers[n](torch.ones(1, 2))
+
+    return run
 
 
 def accelerated(ctx: Context, *, argument: str) -> None:
-    """The environment that `accelerate launch` makes, with `argument` in its command line, and a prepared model."""
+    """Runs a prepared model in the environment that `accelerate launch` creates with `argument`."""
     import torch
     import torch._dynamo as dynamo
     from accelerate import Accelerator  # type: ignore[import-not-found]
@@ -181,17 +229,20 @@ def accelerated(ctx: Context, *, argument: str) -> None:
     assert graphs == 1, graphs
 
 
-ASK = "TORCH_LOGS=recompiles for some steps prints each compile and its reason"
+ASK = "run some steps with TORCH_LOGS=recompiles, which prints each recompile and its reason"
 AUTOMATIC = "TORCH_DYNAMO_AUTOMATIC_DYNAMIC_SHAPES"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are sizes fixed by accelerate or by torch's variable? What the code compiles by itself is not visible."""
+    """Does accelerate or a variable of torch turn off dynamic sizes? kb cannot see torch.compile in code."""
     if os.environ.get(AUTOMATIC, "1") != "1" and release("torch") >= (2, 11):
-        return exposed(f"{AUTOMATIC} is off: each size that changes is compiled anew", advice=f"unset {AUTOMATIC}")
+        return exposed(f"{AUTOMATIC} is off, so torch compiles again for each new size", advice=f"unset {AUTOMATIC}")
     accelerate = release("accelerate")
     if accelerate < (1, 7):
-        return unknown("no accelerate from 1.7 on can be read here: only these are known to fix sizes", advice=ASK)
+        return unknown(
+            "kb finds no accelerate 1.7 or newer, and knows of no older release that turns off dynamic sizes",
+            advice=ASK,
+        )
     dynamic, source = os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC", "").lower(), "ACCELERATE_DYNAMO_USE_DYNAMIC"
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if params["config"] is not None:
@@ -200,27 +251,36 @@ def check(params: Mapping[str, Any]) -> Finding:
         except UnreadableConfig as error:
             return unknown(str(error))
         if config.kind == "accelerate" and str(config.values.get("distributed_type")).upper() == "DEEPSPEED":
-            return unknown("with DeepSpeed accelerate launch passes no dynamo setting on", advice=ASK)
+            return unknown("with DeepSpeed, accelerate launch ignores the dynamo settings", advice=ASK)
         if config.kind == "accelerate":
             section = config.values.get("dynamo_config")
             items = section.items() if isinstance(section, dict) else ()
             plain = {str(key).replace("dynamo_", "", 1): str(value).lower() for key, value in items}
             backend, source = (
                 plain.get("backend", str(config.values.get("dynamo_backend", "no")).lower()),
-                "the file, unless the command line has the flag",
+                "the file (unless the command line has the flag)",
             )
-            known = accelerate < (1, 16)  # what a later launcher writes is not known
+            known = accelerate < (1, 16)  # kb does not know the default of later launchers
             dynamic = plain.get("use_dynamic", "false" if known else "")
         elif str(config.values.get("torch_compile")).lower() in ("true", "yes", "1"):
             backend = "torch_compile"
             if not dynamic:
-                return unknown("torch_compile is set: accelerate launch fixes the sizes, torchrun does not", advice=ASK)
+                return unknown(
+                    "torch_compile is set: accelerate launch turns off dynamic sizes, torchrun does not", advice=ASK
+                )
     if backend in ("", "no", "none", "false"):  # YAML reads a bare NO as false
-        return unknown("accelerate is not told to compile; torch_compile=True and code do so by themselves", advice=ASK)
+        return unknown(
+            "accelerate does not compile; kb cannot see torch.compile or torch_compile=True in your code",
+            advice=ASK,
+        )
     if dynamic in ("false", "0", "no", "off", "f", "n"):
-        found = f"accelerate {version('accelerate')} compiles ({backend[:40]}) with dynamic=False, by {source}"
-        return exposed(found, advice="dynamo_use_dynamic: true")
-    return unknown("accelerate fixes no size; lists, counters and functions are not visible", advice=ASK)
+        message = (
+            f"accelerate {version('accelerate')} compiles ({backend[:40]}) with dynamic=False, which {source} sets"
+        )
+        return exposed(message, advice="set dynamo_use_dynamic: true")
+    return unknown(
+        "accelerate leaves sizes dynamic; kb cannot see lists, counters and functions in your code", advice=ASK
+    )
 
 
 HIT = r"torch\._dynamo hit config\.(recompile_limit|cache_size_limit) \(3\) function: .{1,300}? last reason: "
@@ -247,33 +307,35 @@ probe = Probe(
             "lengths",
             (partial(lengths, dynamic=False), partial(lengths, dynamic=None)),
             symptom("[36] of 12 steps ran compiled: " + HIT),
-            "dynamic=False: each length is compiled, up to the limit, and the others run uncompiled",
-            "the default: the second length makes the size dynamic, and every step runs compiled",
+            "with dynamic=False torch compiles each length up to the limit, and runs the others uncompiled",
+            "by default the second length makes the size dynamic, so every step runs compiled",
             torch=">=2.2",
         ),
     ),
     variants=(
         pair(
             "values",
-            (partial(values, mended=False), partial(values, mended=True)),
+            (partial(change_values, fixed=False), partial(change_values, fixed=True)),
             symptom(
                 REST.join(f"{kind}: {HIT}" for kind in ("counter", "list", "function", "text", "full graph"))
                 + f".{{1,400}} {FAILED}{REST}layer: {HIT}"
             ),
-            "dynamic=True, and five things that are no sizes: each reaches the limit; with a full graph that raises",
-            "the loop counts, one tensor, one function, logging outside, padding, a higher limit for the layers",
+            "dynamic=True does not help: six things that change, most of them not sizes, each reach the limit",
+            "the loop passes tensors and one function, logs outside, pads, and raises the limit for the layers",
             torch=">=2.9",
         ),
         pair(
             "accelerate",
             (partial(accelerated, argument=""), partial(accelerated, argument="--dynamo_use_dynamic")),
             symptom("ACCELERATE_DYNAMO_USE_DYNAMIC=False: " + HIT),
-            "accelerate launch writes USE_DYNAMIC=False, and the plugin passes it on",
-            "the same with its flag",
+            "accelerate launch sets USE_DYNAMIC=False, and accelerate passes that to torch.compile",
+            "accelerate launch gets --dynamo_use_dynamic",
             torch=">=2.6",
             accelerate=">=1.7,<1.16",
         ),
     ),
     check=check,
-    params={"config": Param("path", "accelerate's configuration (--config_file), or the arguments of a Trainer")},
+    params={
+        "config": Param("path", "accelerate's configuration (--config_file), or a file with the arguments of a Trainer")
+    },
 )

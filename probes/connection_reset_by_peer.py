@@ -1,4 +1,4 @@
-"""Rank 0 dies of a torn file in its cache before the first collective; the other rank reports a network error."""
+"""Rank 0 dies before the first collective because of a truncated file; the other rank reports a network error."""
 
 import time
 from functools import partial
@@ -10,7 +10,7 @@ from kb.probe import Arm, Context, Experiment, Finding, Probe, completed, expose
 
 
 def start(ctx: Context, *, file_is_whole: bool, timeout_s: float = 10) -> None:
-    """Rank 0 reads what an earlier run left in the cache; then every rank enters its first collective."""
+    """Rank 0 reads a file that an earlier run left in the cache; then every rank enters its first collective."""
     import torch
 
     dist = join_through_tcp_store(ctx) if ctx.backend == "nccl" else ctx.init_process_group(timeout_s=timeout_s)
@@ -18,7 +18,7 @@ def start(ctx: Context, *, file_is_whole: bool, timeout_s: float = 10) -> None:
     if ctx.rank == 0:
         torch.save(torch.ones(50_000), cached)
         if not file_is_whole:
-            cached.write_bytes(cached.read_bytes()[:100_000])  # the earlier run was killed while it wrote
+            cached.write_bytes(cached.read_bytes()[:100_000])  # as if the earlier run was killed while it wrote
     ctx.reached()
     if ctx.rank == 0:
         torch.load(cached)
@@ -28,7 +28,7 @@ def start(ctx: Context, *, file_is_whole: bool, timeout_s: float = 10) -> None:
 
 
 def start_again(ctx: Context, *, removed: bool) -> None:
-    """Rank 0 makes what the cache lacks. A torn file of an earlier run is there, or was removed."""
+    """Rank 0 creates the file if the cache lacks it. The truncated file of an earlier run is there, or is removed."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -47,7 +47,7 @@ def start_again(ctx: Context, *, removed: bool) -> None:
 
 
 def leave(ctx: Context, *, together: bool) -> None:
-    """Rank 0 is done once its last message is under way; rank 1 comes for it a moment later."""
+    """Rank 0 sends its last message and exits or waits; rank 1 receives the message one second later."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -68,7 +68,7 @@ def leave(ctx: Context, *, together: bool) -> None:
 
 
 def arrive_late(ctx: Context, *, timeout_s: float) -> None:
-    """Rank 1 comes late to a collective. Rank 0 lives on, whether its timeout was over by then or not."""
+    """Rank 1 comes late to a collective. Rank 0 stays alive, whether its timeout has expired or not."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=timeout_s)
@@ -88,46 +88,46 @@ def arrive_late(ctx: Context, *, timeout_s: float) -> None:
 
 
 def join_through_tcp_store(ctx: Context) -> Any:
-    """As without torchrun: rank 0's process hosts the store. NCCL's communicator is set up at the first collective."""
+    """Joins as without torchrun: rank 0 hosts the store. NCCL sets up its communicator at the first collective."""
     from datetime import timedelta
 
     import torch.distributed
 
     dist: Any = torch.distributed
     port = Path(ctx.path("port"))
-    patience = timedelta(seconds=20)
+    timeout = timedelta(seconds=20)
     store = None
     if ctx.rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=patience, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
         port.write_text(str(store.port))
     ctx.meet("store")
     if store is None:
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=patience, wait_for_workers=False)
-    dist.init_process_group("nccl", store=store, rank=ctx.rank, world_size=ctx.world_size, timeout=patience)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), timeout=timeout, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=ctx.rank, world_size=ctx.world_size, timeout=timeout)
     return dist
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Has the kernel killed a process of this container or job for lack of memory? Such a rank leaves no traceback."""
-    killed = [f"{kills} processes killed by the OOM killer: {path}" for path, kills in kills_in_own_cgroups()]
+    """Did the OOM killer kill a process of this container or job? A rank that it kills leaves no traceback."""
+    killed = [f"the OOM killer killed {kills} processes: {path}" for path, kills in kills_in_own_cgroups()]
     if killed:
-        advice = "a rank that ended with exit code -9 or 137 may be one of these: compare the time with dmesg -T"
+        advice = "if a rank ended with exit code -9 or 137, compare its time with dmesg -T"
         return exposed(*killed, advice=advice)
     return unknown(
-        f"no OOM kill in this process's own cgroups; {kills_since_boot()} on this host since boot",
-        "a peer on another host, or one that died of an error of its own, cannot be seen from here",
-        advice="find the rank whose log ends first, and its exit code",
+        f"the cgroups of this process show no OOM kill; this host shows {kills_since_boot()} since boot",
+        "kb cannot see a peer on another host, or one that died for another reason",
+        advice="find the rank whose log ends first, and look up its exit code",
     )
 
 
 def kills_in_own_cgroups() -> List[Any]:
-    """(file, number of kills) of the control groups this process is in, version 2 and 1, where there were any."""
+    """(file, number of kills) of the cgroups of this process, version 2 and 1, if there were any."""
     result = []
     for line in file_text("/proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        place = {"": "/sys/fs/cgroup%s/memory.events", "memory": "/sys/fs/cgroup/memory%s/memory.oom_control"}
-        if controllers in place:
-            path = place[controllers] % group.rstrip("/")
+        files = {"": "/sys/fs/cgroup%s/memory.events", "memory": "/sys/fs/cgroup/memory%s/memory.oom_control"}
+        if controllers in files:
+            path = files[controllers] % group.rstrip("/")
             kills = counter(file_text(path), "oom_kill")
             if kills:
                 result.append((path, kills))
@@ -144,7 +144,7 @@ def counter(text: str, name: str) -> Any:
     return next((int(line.split()[1]) for line in text.splitlines() if line.split()[:1] == [name]), None)
 
 
-DIES = "rank 0 dies of a truncated file while the other rank waits for it"
+DIES = "rank 0 dies on a truncated file while the other rank waits for it"
 RESET = r"store->get\('\d+'\) got error: .*(Connection reset by peer|Broken pipe|[Ff]ailed to recv, got 0 bytes)"
 CLOSED = r"pair\.cc:\d+\].*Connection (closed|reset) by peer"
 TORN = "failed finding central directory"
@@ -167,13 +167,13 @@ remove_file = Experiment(
     control=Arm(
         partial(start_again, removed=False),
         expect=raised(CLOSED, after=TORN),
-        because="a torn file is in the cache, so nothing makes it again",
+        because="a truncated file is in the cache, so rank 0 does not create it again",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(start_again, removed=True),
         expect=completed(),
-        because="the torn file was removed, that one alone, and is made again",
+        because="the truncated file is removed, so rank 0 creates it again",
         fidelity="cpu",
     ),
     expected_s=(0.1, 0.1),
@@ -183,7 +183,7 @@ early_exit = Experiment(
     control=Arm(
         partial(leave, together=False),
         expect=raised(CLOSED),
-        because="rank 0 ends in good order while its message is under way",
+        because="rank 0 exits without an error before rank 1 has received its message",
         fidelity="cpu",
     ),
     treatment=Arm(
@@ -200,7 +200,7 @@ longer_timeout = Experiment(
     control=Arm(
         partial(start, file_is_whole=False, timeout_s=1800),
         expect=raised(CLOSED, after=TORN),
-        because=f"{DIES}; the timeout is 30 minutes",
+        because=f"{DIES}; a timeout of 30 minutes does not help",
         fidelity="cpu",
     ),
     treatment=Arm(
@@ -213,7 +213,7 @@ gave_up = Experiment(
     control=Arm(
         partial(arrive_late, timeout_s=2),
         expect=raised(CLOSED),
-        because="rank 0 gives up after 2 s and lives on; rank 1 comes after 5 s",
+        because="rank 0 gives up after 2 s but stays alive; rank 1 comes after 5 s",
         fidelity="cpu",
     ),
     treatment=Arm(

@@ -1,4 +1,4 @@
-"""Two ranks of one communicator on one GPU: NCCL refuses. On CPU: how launchers come to assign a GPU twice."""
+"""Two ranks of one communicator use one GPU, which NCCL refuses. On CPU: how launchers assign a GPU twice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kb.probe import (
 
 
 def all_reduce(ctx: Context, *, gpu_of_its_own: bool = False, backend: str = "nccl") -> None:
-    """Both ranks work on the first GPU, unless each has its own; gloo goes through host memory and allows it."""
+    """Both ranks use the first GPU, unless each has its own. gloo goes through host memory and allows this."""
     import torch
 
     ctx.backend = backend
@@ -46,7 +46,7 @@ def all_reduce(ctx: Context, *, gpu_of_its_own: bool = False, backend: str = "nc
 
 
 def launch(ctx: Context, *, launchers: int) -> None:
-    """Four ranks on one host, started by one real torchrun, or by two of them as `srun --ntasks-per-node=2` does."""
+    """Starts four ranks on one host with one torchrun, or with two of them as `srun --ntasks-per-node=2` does."""
     import torch.distributed.run
 
     job = Path(ctx.path("job.py"))
@@ -55,14 +55,14 @@ def launch(ctx: Context, *, launchers: int) -> None:
     arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", ctx.path("rdzv"), "--rdzv-conf", "store_type=file"]
     fork = multiprocessing.get_context("fork")
     ctx.reached()
-    started = [
+    launches = [
         fork.Process(target=torch.distributed.run.main, args=([*arguments, str(job)],)) for _ in range(launchers)
     ]
-    for process in started:
+    for process in launches:
         process.start()
-    for process in started:
+    for process in launches:
         process.join(25)
-    assert [process.exitcode for process in started] == [0] * launchers, "torchrun failed"
+    assert [process.exitcode for process in launches] == [0] * launchers, "torchrun failed"
     gpus: Dict[str, List[int]] = {}
     for rank in range(4):
         gpus.setdefault(Path(ctx.path(f"got-{rank}")).read_text(), []).append(rank)
@@ -78,27 +78,27 @@ def launch(ctx: Context, *, launchers: int) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The ranks that run on this host now and their GPUs, by launcher and by driver; else the number of processes."""
+    """Do two ranks that run on this host use one GPU? If no rank runs, are there enough GPUs?"""
     gpus, used = driver()
     if not gpus and not glob("/dev/nvidia[0-9]*"):
-        return unknown("no GPU: there is no /dev/nvidia0, and nvidia-smi is missing or lists none")
+        return unknown("kb finds no GPU: there is no /dev/nvidia0, and nvidia-smi is missing or lists none")
     tasks, launcher = tasks_of_the_step(), os.environ.get("TORCHELASTIC_RUN_ID")
     if launcher and tasks > 1:
         why = f"torchrun runs inside one of {tasks} Slurm tasks per node"
         if os.environ.get("LOCAL_WORLD_SIZE") in (None, "1"):
-            return unknown(why, "and starts one rank in each; right only if each task has a GPU of its own")
+            return unknown(why, "each torchrun starts one rank, which is right only if each task has its own GPU")
         why += ", and each task starts ranks for several GPUs"
-        return exposed(why, advice="--ntasks-per-node=1 with torchrun, or srun python without torchrun")
+        return exposed(why, advice="use --ntasks-per-node=1 with torchrun, or srun python without torchrun")
     result, complete = ranks_here()
     evidence = [f"rank {rank}: pid {pid}, {gpu}" for (_, rank), (pid, gpu) in sorted(result.items())][:16]
-    doubt = "the launcher gave each rank another GPU, the code may still choose otherwise"
+    doubt = "the launcher assigned each rank a different GPU, but the code may choose another one"
     for (job, rank), (_, gpu) in result.items():
         for (other_job, other), (_, taken) in result.items():
             if job == other_job and int(rank) < int(other) and gpu == taken:
-                why = f"rank {rank} and rank {other} of one job are both given {gpu}"
+                why = f"the launcher assigned {gpu} to both rank {rank} and rank {other} of one job"
                 if is_one_device(gpu, result[job, rank][0], result[job, other][0], used):
-                    return exposed(why, *evidence, advice="one launcher per host; one GPU per LOCAL_RANK")
-                doubt = f"{why}, but a Slurm task or container may count its own from 0; look at the UUIDs"
+                    return exposed(why, *evidence, advice="start one launcher per host, and one GPU per LOCAL_RANK")
+                doubt = f"{why}, but each Slurm task or container may count its GPUs from 0: compare the UUIDs"
     for uuid, pids in used.items():
         ranks = sorted((job, rank) for (job, rank), (pid, _) in result.items() if pid in pids)
         if len(ranks) > len({job for job, _ in ranks}):
@@ -106,30 +106,34 @@ def check(params: Mapping[str, Any]) -> Finding:
             elsewhere = {pid for other, pids in used.items() if other != uuid for pid in pids}
             only_here = [(job, rank) for job, rank in ranks if result[job, rank][0] not in elsewhere]
             if len(only_here) > len({job for job, _ in only_here}):
-                return exposed(why, *evidence, advice="torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA")
-            return unknown(why, "and on another GPU too: which one is current cannot be seen from here", *evidence)
+                return exposed(
+                    why, *evidence, advice="call torch.cuda.set_device(LOCAL_RANK) before anything touches CUDA"
+                )
+            return unknown(
+                why, "they also have one on another GPU, and kb cannot tell which of the two they use", *evidence
+            )
     if result:
         if complete and all(any(pid in pids for pids in used.values()) for pid, _ in result.values()):
-            return clear("each rank that runs here is alone on its GPU, as the driver sees it", *evidence)
+            return clear("the driver shows each rank that runs here alone on its GPU", *evidence)
         return unknown(doubt, *evidence)
     count, visible = params["nproc_per_node"], visible_entries() or gpus
     if count and visible and count > visible:
-        why = f"{count} processes and {visible} GPUs: LOCAL_RANK {visible} and above have none of their own"
-        return exposed(why, advice=f"--nproc-per-node={visible}, or gloo for a test on fewer GPUs")
+        why = f"{count} processes share {visible} GPUs: LOCAL_RANK {visible} and above have no GPU"
+        return exposed(why, advice=f"use --nproc-per-node={visible}, or gloo for a test on fewer GPUs")
     if count and visible:
-        return unknown(f"{count} processes and {visible} GPUs: enough, if each takes the GPU of its LOCAL_RANK")
+        return unknown(f"{visible} GPUs are enough for {count} processes if each uses the GPU of its LOCAL_RANK")
     return unknown(
-        "no process with RANK, LOCAL_RANK and MASTER_PORT runs here as this user",
-        advice="ask on the host while the job starts or hangs, or --set nproc_per_node=8",
+        "this user has no process with RANK, LOCAL_RANK and MASTER_PORT on this host",
+        advice="run the check on the host while the job starts or hangs, or use --set nproc_per_node=8",
     )
 
 
 def is_one_device(gpu: str, pid: int, other: int, used: Dict[str, List[int]]) -> bool:
-    """Whether one number or UUID must be one GPU: not across cgroups, and not where the driver sees two."""
+    """Whether one number or UUID means one GPU: not across cgroups, and not if the driver shows two GPUs."""
     if gpu.startswith("GPU GPU-"):
         return True
-    ours, theirs = ({uuid for uuid, pids in used.items() if at in pids} for at in (pid, other))
-    if ours and theirs and not ours & theirs:
+    first, second = ({uuid for uuid, pids in used.items() if at in pids} for at in (pid, other))
+    if first and second and not first & second:
         return False
     try:
         return Path(f"/proc/{pid}/cgroup").read_bytes() == Path(f"/proc/{other}/cgroup").read_bytes()
@@ -138,13 +142,13 @@ def is_one_device(gpu: str, pid: int, other: int, used: Dict[str, List[int]]) ->
 
 
 def tasks_of_the_step() -> int:
-    """Tasks per node of this srun; 0 outside of one: what a batch script starts runs once, whatever was asked."""
+    """Tasks per node of this srun; 0 outside of srun, where a batch script starts each process once."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     return max((int(number) for number in re.findall(r"(?:^|,)(\d+)", text)), default=0)  # "8(x2),4"
 
 
 def ranks_here() -> Tuple[Dict[Tuple[str, str], Tuple[int, str]], bool]:
-    """(job, RANK) to (first pid, GPU) from the variables that processes were started with; whether all were read."""
+    """(job, RANK) to (first pid, GPU), from the variables of the processes; and whether kb read all of them."""
     result: Dict[Tuple[str, str], Tuple[int, str]] = {}
     end = time.monotonic() + 0.4
     for path in sorted(glob("/proc/[0-9]*/environ"), key=lambda item: int(item.split("/")[2])):
@@ -164,12 +168,14 @@ def ranks_here() -> Tuple[Dict[Tuple[str, str], Tuple[int, str]], bool]:
             gpu = f"GPU {entries[int(local)]}"
         else:
             gpu = f"GPU {entries[0]}" if len(entries) == 1 else f"GPU {local}"
-        result.setdefault((job, rank), (int(path.split("/")[2]), gpu))  # children of a rank have its variables too
+        result.setdefault(
+            (job, rank), (int(path.split("/")[2]), gpu)
+        )  # child processes of a rank have the same variables
     return result, True
 
 
 def driver() -> Tuple[int, Dict[str, List[int]]]:
-    """How many GPUs nvidia-smi lists, and GPU UUID to the pids on it; in a container these may be missing."""
+    """The number of GPUs that nvidia-smi lists, and GPU UUID to its pids, which a container may hide."""
     used: Dict[str, List[int]] = {}
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 3, "check": False}
@@ -189,13 +195,13 @@ def visible_entries() -> int:
 
 
 REFUSED = raised(r"Duplicate GPU detected : rank \d+ and rank \d+|Multiple [Rr]anks (are|detected) using the same GPU")
-BOTH_ON_0 = "both ranks set device 0 and make one communicator"
+BOTH_ON_0 = "both ranks use device 0, and join one communicator"
 STANDS_FOR = (
-    "NCCL, which compares host and GPU of all ranks; here host and LOCAL_RANK of real torchrun processes are compared"
+    "NCCL, which compares host and GPU of all ranks; the probe compares host and LOCAL_RANK of torchrun processes"
 )
 
 probe = Probe(
-    params={"nproc_per_node": Param("int", "processes that the launcher starts on one host, for the check")},
+    params={"nproc_per_node": Param("int", "number of processes that the launcher starts on one host, for the check")},
     check=check,
     experiments=(
         Experiment(
@@ -204,7 +210,7 @@ probe = Probe(
             treatment=Arm(
                 partial(all_reduce, gpu_of_its_own=True),
                 expect=completed(),
-                because="each rank sets a GPU of its own",
+                because="each rank uses its own GPU",
                 fidelity="hardware",
             ),
             backend="nccl",
@@ -219,7 +225,7 @@ probe = Probe(
             treatment=Arm(
                 partial(all_reduce, backend="gloo"),
                 expect=completed(),
-                because="gloo lets two ranks share a GPU",
+                because="the backend is gloo, which lets two ranks share a GPU",
                 fidelity="hardware",
             ),
             backend="nccl",
@@ -233,7 +239,7 @@ probe = Probe(
             control=Arm(
                 partial(launch, launchers=2),
                 expect=symptom(r"on one host rank \d+ and rank \d+ both take GPU \d+"),
-                because="two launchers run on one host, and each counts its ranks from LOCAL_RANK 0",
+                because="two launchers run on one host, and each numbers its ranks from LOCAL_RANK 0",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),

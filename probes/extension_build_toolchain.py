@@ -1,4 +1,4 @@
-"""An extension of torch is compiled, and ninja, the compiler, a header or the GPU architecture is missing or unfit."""
+"""The build of a torch extension fails: ninja, the compiler, a header or the GPU architecture is missing or unfit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VARIABLES = ("CC", "CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN
 PATHS = ("CPATH", "LIBRARY_PATH")
 
 
-def script(ctx: Context, name: str, text: str) -> None:
+def write_script(ctx: Context, name: str, text: str) -> None:
     path = Path(ctx.path(name))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n" + text + "\n")
@@ -54,7 +54,7 @@ def build(
     load: bool = True,
     link: Tuple[str, ...] = (),
 ) -> None:
-    """Compile, load and call what torch builds at run time."""
+    """Compiles, loads and calls an extension that torch builds at run time."""
     import ctypes
 
     from torch.utils import cpp_extension
@@ -73,7 +73,7 @@ def build(
 
 
 def with_ninja(ctx: Context, *, on_path: bool) -> None:
-    """Two folders of links: ninja's, as the bin of an environment, and one with all else that a build needs."""
+    """Two folders of links: one for ninja, like the bin of an environment, one for all other programs of a build."""
     environment, system = ctx.path("environment"), ctx.path("system")
     os.mkdir(environment)
     os.mkdir(system)
@@ -87,7 +87,7 @@ def with_compiler(ctx: Context, *, present: bool) -> None:
 
 
 def with_headers(ctx: Context, *, cpath: bool) -> None:
-    """The folder that Python names for its headers is empty, as without python3-dev."""
+    """The folder in which Python looks for its headers is empty, as without python3-dev."""
     headers = sysconfig.get_paths()["include"]
     if not os.path.exists(os.path.join(headers, "Python.h")):
         raise Unavailable("this Python has no headers: %s" % headers)
@@ -97,22 +97,22 @@ def with_headers(ctx: Context, *, cpath: bool) -> None:
 
 
 def with_library(ctx: Context, *, named: bool) -> None:
-    """What torch links an extension with CUDA to; here it is a text for the linker, in a folder of its own."""
+    """Links libcudart, as torch does for CUDA extensions; here it is a linker script in a separate folder."""
     Path(ctx.path("lib")).mkdir()
     Path(ctx.path("lib/libcudart.so")).write_text("INPUT(-lc)\n")
     plain = {name: value for name, value in os.environ.items() if name not in PATHS}
     found = ["c++", "-shared", "-x", "c++", "/dev/null", "-lcudart", "-o", ctx.path("found.so")]
     if subprocess.run(found, env=plain, stderr=subprocess.DEVNULL, check=False).returncode == 0:
-        raise Unavailable("the linker finds libcudart by itself here")
+        raise Unavailable("the linker of this machine finds libcudart without LIBRARY_PATH")
     build(ctx, {"LIBRARY_PATH": ctx.path("lib")} if named else {}, link=("-lcudart",))
 
 
 def flags_of_nvcc(ctx: Context, environment: Mapping[str, str]) -> List[str]:
-    """What torch hands to nvcc on a machine without GPUs: nvcc is a script that writes it down and fails."""
+    """The arguments that torch passes to nvcc on a machine without GPUs: nvcc is a script that saves them."""
     import torch
     from torch.utils import cpp_extension
 
-    script(ctx, "cuda/bin/nvcc", 'echo "$@" > %s; exit 1' % ctx.path("flags"))
+    write_script(ctx, "cuda/bin/nvcc", 'echo "$@" > %s; exit 1' % ctx.path("flags"))
     count = patch.object(torch.cuda, "device_count", lambda: 0)
     with count, patch.object(cpp_extension, "CUDA_HOME", ctx.path("cuda")):
         try:
@@ -137,84 +137,91 @@ def for_architectures(ctx: Context, *, named: bool) -> None:
 
 
 def with_nvcc(ctx: Context, *, cc: bool) -> None:
-    """The real nvcc, and first on PATH a gcc that says it is release 99."""
+    """Runs the real nvcc, with a gcc first on PATH that claims to be release 99."""
     from torch.utils import cpp_extension
 
     nvcc, gcc, cxx = str(shutil.which("nvcc")), str(shutil.which("gcc")), str(shutil.which("g++"))
-    script(ctx, "new/gcc", 'exec %s -U__GNUC__ -D__GNUC__=99 "$@"' % gcc)
+    write_script(ctx, "new/gcc", 'exec %s -U__GNUC__ -D__GNUC__=99 "$@"' % gcc)
     environment = {"PATH": ctx.path("new") + os.pathsep + os.environ["PATH"], "CXX": cxx, "TORCH_CUDA_ARCH_LIST": "8.0"}
-    nothing: List[str] = []  # torch may be one for the CPU, without the libraries that this needs
+    nothing: List[str] = []  # torch may be a CPU build, without the libraries that linking needs
     replaced: Any = {"_prepare_ldflags": lambda *_: nothing, "_import_module_from_library": lambda *_: None}
     with patch.multiple(cpp_extension, CUDA_HOME=str(Path(nvcc).parent.parent), **replaced):
         build(ctx, {**environment, **({"CC": gcc} if cc else {})}, suffix="cu", load=False)
 
 
 def check_of_torch(ctx: Context, *, version: str) -> None:
-    """What BuildExtension asks before it compiles; a toolkit 11.7 takes gcc up to 11."""
+    """Runs the test of BuildExtension before it compiles; CUDA toolkit 11.7 accepts gcc up to 11."""
     import torch
     from torch.utils import cpp_extension
 
-    script(ctx, "cuda/bin/nvcc", "echo 'Cuda compilation tools, release 11.7, V11.7.99'")
+    write_script(ctx, "cuda/bin/nvcc", "echo 'Cuda compilation tools, release 11.7, V11.7.99'")
     os.environ.pop("TORCH_DONT_CHECK_COMPILER_ABI", None)
     with patch.object(cpp_extension, "CUDA_HOME", ctx.path("cuda")), patch.object(torch.version, "cuda", "11.7"):
         ctx.reached()
         cpp_extension._check_cuda_version("g++", torch.torch_version.TorchVersion(version))
 
 
-def edited(ctx: Context, *, asks_version: bool) -> None:
-    """The folklore: `ninja -v` in cpp_extension.py becomes `ninja --version`. The toolchain is complete."""
+def with_edited_torch(ctx: Context, *, prints_version: bool) -> None:
+    """The folklore replaces `ninja -v` in cpp_extension.py by `ninja --version`. The toolchain is complete."""
     run: Callable[..., Any] = subprocess.run
 
-    def ask(command: Any, *args: Any, **options: Any) -> Any:
-        ninja = asks_version and command[:2] == ["ninja", "-v"]
-        return run(["ninja", "--version"] if ninja else command, *args, **options)
+    def run_edited(command: Any, *args: Any, **options: Any) -> Any:
+        is_edited = prints_version and command[:2] == ["ninja", "-v"]
+        return run(["ninja", "--version"] if is_edited else command, *args, **options)
 
-    with patch("subprocess.run", ask):
+    with patch("subprocess.run", run_edited):
         build(ctx, {})
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Ninja, compiler, Python's headers, and the gcc that nvcc would take against the limit in nvcc's header."""
+    """Are ninja, a compiler and Python's headers there, and does nvcc accept the gcc that torch would pass to it?"""
     problems: List[str] = []
     ninja = shutil.which("ninja")
     if ninja is None:
-        beside = Path(sys.executable).with_name("ninja")
-        problems.append("ninja is not on PATH%s" % (", but here: %s" % beside if beside.exists() else ""))
-    elif answer(ninja)[0] not in (0, None):
-        problems.append("%s --version ends with status %s" % (ninja, answer(ninja)[0]))
+        near_python = Path(sys.executable).with_name("ninja")
+        problems.append("ninja is not on PATH%s" % (", but exists: %s" % near_python if near_python.exists() else ""))
+    elif version_of(ninja)[0] not in (0, None):
+        problems.append("%s --version exits with status %s" % (ninja, version_of(ninja)[0]))
     compiler, host = os.environ.get("CXX", "c++"), os.environ.get("CC", "gcc")
     if shutil.which((compiler.split() or [""])[0]) is None:
-        problems.append("no program %r, which is the C++ compiler here (CXX, else c++)" % compiler)
-    release, of_host, limit = release_of(compiler), release_of(host), limit_of_nvcc()
+        problems.append(
+            "there is no program %r, the C++ compiler that torch would use (CXX, or c++ if CXX is unset)" % compiler
+        )
+    release, host_release, limit = release_of(compiler), release_of(host), limit_of_nvcc()
     if 0 < release < 9 or (release == 9 and installed("torch") >= (2, 12)):
-        problems.append("%s is release %d; torch 2.2.2 needs 9, torch 2.12 needs 10" % (compiler, release))
+        problems.append("%s is release %d, but torch 2.2.2 needs 9 and torch 2.12 needs 10" % (compiler, release))
     headers = [sysconfig.get_paths()["include"], *os.environ.get("CPATH", "").split(os.pathsep)]
     if not any(folder and os.path.exists(os.path.join(folder, "Python.h")) for folder in headers):
-        problems.append("no Python.h in %s, nor in CPATH" % headers[0])
+        problems.append("Python.h is neither in %s nor in CPATH" % headers[0])
     if not host:
-        problems.append("CC is set and empty, and torch hands it to nvcc: unset CC")
+        problems.append("CC is set but empty, and torch passes it to nvcc: unset CC")
     chosen = any("ccbin" in os.environ.get(name, "") for name in VARIABLES) or "NVCC_CCBIN" in os.environ
-    if 0 < limit < of_host and not chosen:
-        problems.append("nvcc takes gcc up to release %d, and %s is %d" % (limit, host, of_host))
+    if 0 < limit < host_release and not chosen:
+        problems.append("nvcc accepts gcc up to release %d, but %s is release %d" % (limit, host, host_release))
     if importlib.util.find_spec("setuptools") is None:
-        problems.append("setuptools is not installed, and torch.utils.cpp_extension imports it")
+        problems.append("setuptools is not installed, but torch.utils.cpp_extension imports it")
     if problems:
-        return exposed(*problems, advice="what is installed as a built wheel needs none of this")
-    evidence = "ninja, %s and Python.h are there" % compiler
+        return exposed(
+            *problems, advice="install a prebuilt wheel, which needs none of this, or install what is missing"
+        )
+    evidence = "ninja, %s and Python.h are installed" % compiler
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles")
     if not os.environ.get("TORCH_CUDA_ARCH_LIST") and not (visible and os.path.exists("/dev/nvidiactl")):
-        return unknown(evidence, "there is no GPU, and a CUDA build then needs TORCH_CUDA_ARCH_LIST")
-    if chosen or not limit or not of_host or not release:
-        return unknown(evidence, "what nvcc would take is not known: its flags, gcc, or the header with its limit")
+        return unknown(evidence, "kb sees no GPU, so a CUDA build needs TORCH_CUDA_ARCH_LIST")
+    if chosen or not limit or not host_release or not release:
+        return unknown(
+            evidence,
+            "kb cannot tell which gcc nvcc would accept: its flags, gcc, or the header with its limit is unclear",
+        )
     if release == 9 or glibc() >= (2, 41):
-        return unknown(evidence, "gcc 9, or glibc 2.41 with a toolkit up to 13.1, may still be refused")
+        return unknown(evidence, "the build may still refuse gcc 9, or glibc 2.41 with a CUDA toolkit up to 13.1")
     if not any((cuda_root() / folder / "libcudart.so").exists() for folder in ("lib64", "lib")):
-        return unknown(evidence, "no libcudart.so in the toolkit's folders, to which an extension with CUDA is linked")
-    return clear(evidence, "%s is release %d, nvcc takes gcc up to %d" % (host, of_host, limit))
+        return unknown(evidence, "the toolkit's folders contain no libcudart.so, which CUDA extensions are linked to")
+    return clear(evidence, "%s is release %d, and nvcc accepts gcc up to %d" % (host, host_release, limit))
 
 
-def answer(program: str) -> Tuple[Any, str]:
-    """Exit status and output of `program --version`; None where that cannot be had."""
+def version_of(program: str) -> Tuple[Any, str]:
+    """Exit status and output of `program --version`; None and "" if it cannot run or takes too long."""
     try:
         run = subprocess.run(
             [program, "--version"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=0.3, check=False
@@ -225,8 +232,8 @@ def answer(program: str) -> Tuple[Any, str]:
 
 
 def release_of(compiler: str) -> int:
-    """Of a gcc; 0 for clang, and where it cannot be asked."""
-    text = answer(compiler)[1]
+    """The release of a gcc; 0 for clang, and if the compiler does not print its release."""
+    text = version_of(compiler)[1]
     match = re.search(r"\) (\d+)\.\d", text.split("\n")[0])  # gcc (Debian 12.2.0-14) 12.2.0
     return int(match.group(1)) if match and "clang" not in text else 0
 
@@ -296,23 +303,103 @@ REFUSED = raised(BROKEN + r"unsupported GNU version! gcc versions later than \d+
 NO_CCBIN = symptom(r"of \d+ arguments of nvcc none is -ccbin")
 NO_GPU = raised("list index out of range")
 TOO_NEW = raised(r"The current installed version of g\+\+ \(12\.2\.0\) is greater than the maximum required version")
-LATER, EMPTY = "a gcc that is too new: here one that says so", "a Python without headers: here its answer is changed"
-STUB = "libcudart: here a text for the linker"
+NEW_GCC = "a gcc that is too new: here a gcc that claims to be release 99"
+NO_HEADERS = "a Python without headers: here Python names an empty folder"
+STUB = "libcudart: here a linker script"
 SCRIPT, REAL, VERSIONS = "nvcc: here a script", ("ninja", "gcc", "g++", "nvcc"), ("12.2.0", "11.4.0")
 
 probe = Probe(
     check=check,
     experiments=(
-        pair("ninja", with_ninja, "on_path", OFF_ON, NO_NINJA, "the folder of ninja is not on PATH", "it is on PATH"),
+        pair(
+            "ninja",
+            with_ninja,
+            "on_path",
+            OFF_ON,
+            NO_NINJA,
+            "the folder of ninja is not on PATH",
+            "the folder of ninja is on PATH",
+        ),
     ),
     variants=(
-        pair("compiler", with_compiler, "present", OFF_ON, NOT_FOUND, "CXX names no program", "CXX names a compiler"),
-        pair("headers", with_headers, "cpath", OFF_ON, NO_HEADER, "no Python.h", "CPATH names its folder", EMPTY),
-        pair("linker", with_library, "named", OFF_ON, NO_LIBRARY, "no folder is named", "LIBRARY_PATH names it", STUB),
-        pair("nvcc", with_nvcc, "cc", OFF_ON, REFUSED, "CXX alone names an older gcc", "CC does too", LATER, REAL),
-        pair("ccbin", for_nvcc, "cc", OFF_ON, NO_CCBIN, "CXX names a compiler, CC does not", "CC does too", SCRIPT),
-        pair("architectures", for_architectures, "named", OFF_ON, NO_GPU, "no GPU, no list", "a list", SCRIPT),
-        pair("limits", check_of_torch, "version", VERSIONS, TOO_NEW, "gcc 12, CUDA 11.7", "gcc 11", SCRIPT),
-        pair("edited", edited, "asks_version", (True, False), raised(r"answer\.so"), "ninja --version", "ninja -v"),
+        pair(
+            "compiler",
+            with_compiler,
+            "present",
+            OFF_ON,
+            NOT_FOUND,
+            "CXX names a program that does not exist",
+            "CXX names an installed compiler",
+        ),
+        pair(
+            "headers",
+            with_headers,
+            "cpath",
+            OFF_ON,
+            NO_HEADER,
+            "the folder of Python's headers is empty",
+            "CPATH names a folder with Python.h",
+            NO_HEADERS,
+        ),
+        pair(
+            "linker",
+            with_library,
+            "named",
+            OFF_ON,
+            NO_LIBRARY,
+            "the linker does not search the folder of libcudart",
+            "LIBRARY_PATH names the folder of libcudart",
+            STUB,
+        ),
+        pair(
+            "nvcc",
+            with_nvcc,
+            "cc",
+            OFF_ON,
+            REFUSED,
+            "only CXX names an older gcc, so nvcc uses the gcc on PATH, which is too new",
+            "CC names the older gcc too, and torch passes CC to nvcc",
+            NEW_GCC,
+            REAL,
+        ),
+        pair(
+            "ccbin",
+            for_nvcc,
+            "cc",
+            OFF_ON,
+            NO_CCBIN,
+            "only CXX names a compiler, so torch does not pass -ccbin to nvcc",
+            "CC names a compiler too, so torch passes it to nvcc as -ccbin",
+            SCRIPT,
+        ),
+        pair(
+            "architectures",
+            for_architectures,
+            "named",
+            OFF_ON,
+            NO_GPU,
+            "there is no GPU, and TORCH_CUDA_ARCH_LIST is not set",
+            "TORCH_CUDA_ARCH_LIST names the architectures",
+            SCRIPT,
+        ),
+        pair(
+            "limits",
+            check_of_torch,
+            "version",
+            VERSIONS,
+            TOO_NEW,
+            "gcc is release 12, but CUDA 11.7 accepts gcc up to 11",
+            "gcc is release 11",
+            SCRIPT,
+        ),
+        pair(
+            "edited",
+            with_edited_torch,
+            "prints_version",
+            (True, False),
+            raised(r"answer\.so"),
+            "torch calls `ninja --version` instead of `ninja -v`, so it builds nothing",
+            "torch calls `ninja -v`, which builds the extension",
+        ),
     ),
 )

@@ -419,7 +419,7 @@ def experiment(
     )
 
 
-WITHOUT_EOS = "documents are packed without an end token between them, so the end is never a label"
+WITHOUT_EOS = "documents are packed without an end token, so the end is never a label"
 WITH_EOS = "every document ends with EOS, which is also a label"
 MODEL = "a model that was trained to end its turns with <|im_end|>"
 

@@ -1,4 +1,4 @@
-"""Two nodes in namespaces of this host, whose names resolve to loopback: gloo offers that address to the other node."""
+"""The names of two nodes resolve to loopback, so gloo offers that address to the other node. Nodes are namespaces."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ from kb.probe import (
 )
 from kb.training_config import spans_nodes
 
-NIC = "kb0"  # the cable's end on either node
-
-
-LOOPBACK = ("127.0.1.1", "127.0.1.1")  # what /etc/hosts gives for each node's own name, as in Debian and Ubuntu
+NIC = "kb0"  # the cable's end on each node
+LOOPBACK = ("127.0.1.1", "127.0.1.1")  # of each node's own name in /etc/hosts, as in Debian and Ubuntu
 
 
 def train_on_two_nodes(ctx: Context, *, interface: str, addresses: Sequence[str] = LOOPBACK) -> None:
-    """Each node has its own network, name and /etc/hosts, which gives it that address, or none.
+    """Each node has its own network, name, and /etc/hosts, which maps the name to its address in `addresses`, if any.
 
-    `interface` is for GLOO_SOCKET_IFNAME, or empty.
+    `interface` is the value of GLOO_SOCKET_IFNAME; if it is empty, the variable is not set.
     """
     if "::1" in addresses and not read_rows("/proc/net/if_inet6"):
         raise Unavailable("this machine has no IPv6")
@@ -49,7 +47,7 @@ def train_on_two_nodes(ctx: Context, *, interface: str, addresses: Sequence[str]
 
 def train_as_node(node: Context, *, interface: str, addresses: Sequence[str]) -> None:
     set_up_network(node, addresses[node.rank])
-    os.environ.pop("GLOO_SOCKET_IFNAME")  # the harness has set it to lo
+    os.environ.pop("GLOO_SOCKET_IFNAME")  # kb sets it to lo
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     import torch
@@ -63,14 +61,14 @@ def train_as_node(node: Context, *, interface: str, addresses: Sequence[str]) ->
 
 
 def set_up_network(node: Context, address: str) -> None:
-    """A host name, which /etc/hosts maps to this address, and a cable to the other node."""
+    """Gives the node a host name, which /etc/hosts maps to `address`, and a cable to the other node."""
     name = f"kb-node-{node.rank}"
     hosts = node.dir / f"hosts{node.rank}"
     hosts.write_text("127.0.0.1 localhost\n" + (f"{address} {name}\n" if address else ""))
     own_network(name)
     bind_over(str(hosts), "/etc/hosts")
     if Path("/etc/resolv.conf").exists():
-        bind_over(os.devnull, "/etc/resolv.conf")  # no name server is asked
+        bind_over(os.devnull, "/etc/resolv.conf")  # the node then asks no name server
     bring_up("lo")
     join_nodes(node, NIC)
 
@@ -88,26 +86,26 @@ def name_an_interface(ctx: Context, *, interface: str) -> None:
 
 # --- the check: which address would gloo take on this node? ---------------------------------------------------------
 
-SET_IT = "GLOO_SOCKET_IFNAME=<what the other nodes reach>, on every node by its own name: ip -br addr, without @..."
+SET_IT = "set GLOO_SOCKET_IFNAME on every node to the interface that other nodes reach (ip -br addr, without @...)"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """What gloo would listen on here by its own rules: the named interfaces, or the host's first usable address."""
-    several = spans_nodes(params["nodes"])
+    """Which address would gloo use here: that of the named interfaces, or the first usable one of the host's name?"""
+    spans = spans_nodes(params["nodes"])
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if named:
-        taken = {name: addresses_of(name) for name in named.split(",")}
-        missing = [name for name, result in taken.items() if not result]
+        found = {name: addresses_of(name) for name in named.split(",")}
+        missing = [name for name, result in found.items() if not result]
         if missing:
             here = ", ".join(name for _, name in socket.if_nameindex())
             return exposed(
-                f"GLOO_SOCKET_IFNAME={named}: no interface with an address is called {' or '.join(missing)} here",
-                f"interfaces: {here}; gloo compares the whole name: no prefix, no ^, no address",
+                f"GLOO_SOCKET_IFNAME={named}, but this node has no interface {' or '.join(missing)} with an address",
+                f"interfaces: {here}; gloo compares whole names, and accepts no prefix, no ^ and no address",
                 advice=SET_IT,
             )
-        where = "; ".join(f"{name} has {' '.join(result)}" for name, result in taken.items())
-        loops = [name for name, result in taken.items() if any(map(is_loopback, result))]
-        return judge(f"GLOO_SOCKET_IFNAME={named}: {where}", bool(loops), several)
+        addresses_by_name = "; ".join(f"{name} has {' '.join(result)}" for name, result in found.items())
+        loopback = any(is_loopback(address) for result in found.values() for address in result)
+        return judge(f"GLOO_SOCKET_IFNAME={named}: {addresses_by_name}", loopback, spans)
     host = socket.gethostname()
     try:
         lookup = subprocess.run(
@@ -119,25 +117,24 @@ def check(params: Mapping[str, Any]) -> Finding:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return unknown(f"GLOO_SOCKET_IFNAME is not set and {host} could not be looked up: {error}")
+        return unknown(f"GLOO_SOCKET_IFNAME is not set, and kb cannot look up {host}: {error}")
     addresses = list(dict.fromkeys(line.split()[0] for line in lookup.stdout.splitlines() if line.split()))
     usable = [address for address in addresses if can_bind(address)]
     if not usable:
-        seen = f"{host} resolves to {', '.join(addresses) or 'nothing'}, no address of this host: gloo takes 127.0.0.1"
-        return judge(seen, True, several)
-    return judge(f"{host} resolves to {usable[0]}, which gloo takes", is_loopback(usable[0]), several)
+        names = ", ".join(addresses) or "nothing"
+        return judge(f"{host} resolves to {names}, not to an address of this host: gloo uses 127.0.0.1", True, spans)
+    return judge(f"{host} resolves to {usable[0]}, which gloo uses", is_loopback(usable[0]), spans)
 
 
-def judge(seen: str, loopback: bool, several: bool | None) -> Finding:
-    if loopback and several:
-        return exposed(seen, "the job spans nodes, and on another node this address is that node itself", advice=SET_IT)
-    if loopback and several is None:
-        return unknown(seen, "right for one node, wrong for several: `--set nodes=2` if the job spans nodes")
-    if loopback:
-        return clear(seen, "the job stays on this node")
-    if several is False:
-        return clear(seen, "the job stays on this node")
-    return unknown(seen, "not a loopback address; whether the other nodes can reach it cannot be seen from here")
+def judge(message: str, loopback: bool, spans: bool | None) -> Finding:
+    if loopback and spans:
+        reason = "the job spans nodes, but on another node this address means that node itself"
+        return exposed(message, reason, advice=SET_IT)
+    if loopback and spans is None:
+        return unknown(message, "this is right on one node and wrong on more: use --set nodes=2 if the job spans nodes")
+    if loopback or spans is False:
+        return clear(message, "the job runs on one node")
+    return unknown(message, "this is not a loopback address, but kb cannot tell whether other nodes can reach it")
 
 
 def addresses_of(interface: str) -> List[str]:
@@ -149,7 +146,7 @@ def addresses_of(interface: str) -> List[str]:
             result.append(socket.inet_ntoa(fcntl.ioctl(any_socket, 0x8915, request)[20:24]))  # SIOCGIFADDR
     except OSError as error:
         if error.errno not in (errno.ENODEV, errno.EADDRNOTAVAIL):
-            return [f"an address that cannot be read ({error.strerror})"]
+            return [f"an address that kb cannot read ({error.strerror})"]
     rows = read_rows("/proc/net/if_inet6")
     return result + [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(row[0])) for row in rows if row[5] == interface]
 
@@ -164,10 +161,10 @@ def read_rows(path: str) -> List[List[str]]:
 def can_bind(address: str) -> bool:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as tried:
-            tried.bind(where)
+        with socket.socket(family, kind, protocol) as candidate:
+            candidate.bind(where)
         return True
-    except (OSError, UnicodeError):  # a name that cannot be one
+    except (OSError, UnicodeError):  # not a valid name
         return False
 
 
@@ -188,7 +185,7 @@ def experiment(
     world_size: int = 1,
     torch: str = ">=2.1",
 ) -> Experiment:
-    """`jobs` are without and with the fix; each starts two nodes, unless the world is larger than one."""
+    """`jobs` are the jobs without and with the fix. Each starts two nodes, unless `world_size` is larger than one."""
     return Experiment(
         name=name,
         control=Arm(jobs[0], expect=expect, because=because[0], fidelity="cpu", env=env),
@@ -203,13 +200,13 @@ UNNAMED_AND_NAMED = (partial(train_on_two_nodes, interface=""), partial(train_on
 OTHER_VARIABLES = {"NCCL_SOCKET_IFNAME": NIC, "NCCL_IB_DISABLE": "1", "MASTER_ADDR": "10.83.0.1"}
 
 probe = Probe(
-    params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
+    params={"nodes": Param("int", "number of nodes of the job; 0 reads it from the launcher's variables", 0)},
     check=check,
     experiments=(
         experiment(
             "two-nodes",
             UNNAMED_AND_NAMED,
-            ("each node resolves its own name to 127.0.1.1, and that is what gloo gives to the other one", NAMED),
+            ("each node resolves its own name to 127.0.1.1, and gloo passes that address to the other node", NAMED),
         ),
     ),
     variants=(
@@ -219,7 +216,7 @@ probe = Probe(
                 partial(train_on_two_nodes, interface="", addresses=("", "")),
                 partial(train_on_two_nodes, interface=NIC, addresses=("", "")),
             ),
-            ("no node resolves its own name, and gloo falls back on 127.0.0.1", NAMED),
+            ("no node resolves its own name, so gloo falls back to 127.0.0.1", NAMED),
         ),
         experiment(
             "families",
@@ -227,26 +224,29 @@ probe = Probe(
                 partial(train_on_two_nodes, interface="", addresses=("127.0.1.1", "::1")),
                 partial(train_on_two_nodes, interface=NIC, addresses=("127.0.1.1", "::1")),
             ),
-            ("one node's name is an IPv4 address, that of the other IPv6", NAMED),
+            ("the name of one node resolves to an IPv4 address, that of the other to an IPv6 address", NAMED),
             raised(r"ss1\.ss_family == ss2\.ss_family\. (2 vs 10|10 vs 2)"),
         ),
         experiment(
             "name",
             (partial(name_an_interface, interface="^docker0"), partial(name_an_interface, interface="lo")),
-            ("GLOO_SOCKET_IFNAME is written as for NCCL", "it is the whole name of an interface that is there"),
+            (
+                "GLOO_SOCKET_IFNAME is ^docker0, a syntax that only NCCL understands",
+                "GLOO_SOCKET_IFNAME is the whole name of an existing interface",
+            ),
             raised(r"Unable to find address for: \^docker0"),
             world_size=2,
         ),
         experiment(
             "other-variables",
             UNNAMED_AND_NAMED,
-            ("NCCL's interface is named, and MASTER_ADDR is right; gloo reads neither", NAMED),
+            ("NCCL_SOCKET_IFNAME and MASTER_ADDR are right, but gloo does not choose its address by them", NAMED),
             env=OTHER_VARIABLES,
         ),
         experiment(
             "lazy-init",
             UNNAMED_AND_NAMED,
-            ("pairs connect at the first collective, at the same address", NAMED),
+            ("with TORCH_GLOO_LAZY_INIT=1 pairs connect at the first collective, but to the same address", NAMED),
             env={"TORCH_GLOO_LAZY_INIT": "1"},
             torch=">=2.8",
         ),

@@ -355,7 +355,7 @@ probe = Probe(
             "variables",
             partial(train, generic=False, variables=True),
             partial(train, generic=True, variables=True),
-            FOREIGN + "; variables of torch, oneDNN and MKL do not help",
+            "the library needs an instruction that this CPU lacks; variables of torch, oneDNN and MKL do not help",
             PORTABLE,
         ),
         pair(

@@ -201,7 +201,7 @@ def pair(
     )
 
 
-CUT = "a sequence is truncated to six tokens and loses placeholders, but the batch keeps all pixels"
+CUT = "a sequence is truncated and loses placeholders, but the batch keeps all pixels"
 WHOLE = "the sequences are long enough for all placeholders"
 SCATTER = "the forward of a vision-language model, without its comparison of the two numbers"
 transformers_pair = pair(

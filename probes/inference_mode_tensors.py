@@ -1,4 +1,4 @@
-"""A tensor that is created under inference_mode, and found again by training, which may neither save nor change it."""
+"""Training uses a tensor that was created under inference_mode, which autograd may neither save nor change."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kb.cpu_arms import import_deepspeed
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Unavailable, completed, raised
 
 
-def mode(name: str) -> Any:
+def evaluation_mode(name: str) -> Any:
     import torch
 
     return torch.no_grad() if name == "no_grad" else torch.inference_mode()
 
 
-def build(own: bool = False) -> Any:
-    """Two layers, and between them a table that the first forward makes, as rotary embeddings do."""
+def build(outside: bool = False) -> Any:
+    """Two layers, and between them a table that the first forward creates, as rotary embeddings do."""
     import torch
 
     class Table(torch.nn.Module):  # type: ignore[misc]
@@ -30,7 +30,7 @@ def build(own: bool = False) -> Any:
 
         def forward(self, x: Any) -> Any:
             if self.cos is None:
-                if own:
+                if outside:
                     with torch.inference_mode(False):
                         self.cos = torch.arange(4.0).cos()
                 else:
@@ -42,7 +42,7 @@ def build(own: bool = False) -> Any:
 
 
 def step(model: Any) -> None:
-    """One step of training, in which every parameter gets a gradient."""
+    """One training step, in which every parameter gets a gradient."""
     import torch
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -52,12 +52,12 @@ def step(model: Any) -> None:
 
 
 def evaluate_first(ctx: Context, *, way: str) -> None:
-    """The first forward is that of an evaluation."""
+    """Evaluates a model before the first training step, so the evaluation runs the first forward."""
     import torch
 
-    model = build(own=way == "made outside")
+    model = build(outside=way == "made outside")
     model.eval()
-    with mode(way):
+    with evaluation_mode(way):
         model(torch.ones(2, 4))
     model.train()
     ctx.reached()
@@ -75,10 +75,10 @@ def evaluate_first(ctx: Context, *, way: str) -> None:
 
 
 def average(ctx: Context, *, way: str) -> None:
-    """The loss of an evaluation is added up inside, and divided outside."""
+    """Adds up a loss in an evaluation, and divides the sum outside of it."""
     import torch
 
-    with mode(way):
+    with evaluation_mode(way):
         total, n = torch.ones(4).sum(), 4
     ctx.reached()
     if way == "out of place":
@@ -89,11 +89,11 @@ def average(ctx: Context, *, way: str) -> None:
 
 
 def use_features(ctx: Context, *, context: str) -> None:
-    """Features of a frozen encoder, or log-probabilities of a rollout, are the input of what is trained."""
+    """Trains a head on the features of a frozen encoder, or of a rollout."""
     import torch
 
     encoder = torch.nn.Linear(4, 4)
-    with mode(context):
+    with evaluation_mode(context):
         features = encoder(torch.ones(2, 4))
     ctx.reached()
     head = torch.nn.Linear(4, 1)
@@ -102,7 +102,7 @@ def use_features(ctx: Context, *, context: str) -> None:
 
 
 def make_inside(ctx: Context, *, way: str) -> None:
-    """A model is built, or moved to another dtype, under inference_mode."""
+    """Builds a model, or moves it to another dtype, under inference_mode or outside of it."""
     import torch
 
     model = build().double().float()
@@ -116,13 +116,13 @@ def make_inside(ctx: Context, *, way: str) -> None:
 
 
 def shard(ctx: Context, *, way: str, context: str) -> None:
-    """The first forward of a sharded model is an evaluation, which allocates what the weights are gathered into."""
+    """Evaluates a sharded model before training, so the evaluation allocates the buffers for gathered weights."""
     import torch
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
     if way == "fsdp2" and not hasattr(fsdp, "fully_shard"):
-        raise Unavailable("no fully_shard in torch %s" % torch.__version__)
+        raise Unavailable("torch %s has no fully_shard" % torch.__version__)
     ctx.init_process_group(timeout_s=10)
     model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
     if way == "fsdp1":
@@ -130,23 +130,23 @@ def shard(ctx: Context, *, way: str, context: str) -> None:
     else:
         for part in (model[0], model[2], model):
             fsdp.fully_shard(part, mesh=init_device_mesh("cpu", (ctx.world_size,)))
-    with mode(context):
+    with evaluation_mode(context):
         model(torch.ones(2, 4))
     ctx.reached()
     for _ in range(2):
         model(torch.ones(2, 4)).sum().backward()
-        with torch.inference_mode():  # a later evaluation does no harm
+        with torch.inference_mode():  # a later evaluation is harmless
             model(torch.ones(2, 4))
 
 
 def partition(ctx: Context, *, context: str) -> None:
-    """ZeRO-3 gathers and prefetches weights in an evaluation between two steps."""
+    """Evaluates between two steps with ZeRO-3, which gathers and prefetches weights in the evaluation."""
     import torch
 
     deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=20)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # these weights are small, and are to be sharded
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # otherwise ZeRO-3 does not shard these small weights
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
@@ -154,7 +154,7 @@ def partition(ctx: Context, *, context: str) -> None:
         engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
         engine.eval()
-        with mode(context):
+        with evaluation_mode(context):
             engine(torch.ones(2, 4))
         engine.train()
         if number == 0:
@@ -162,7 +162,7 @@ def partition(ctx: Context, *, context: str) -> None:
 
 
 def fit(ctx: Context, *, inference_mode: bool) -> None:
-    """trainer.validate() comes before trainer.fit(), whose own validation is under no_grad in any case."""
+    """Calls trainer.validate() before trainer.fit(). The validation inside of fit() uses no_grad in any case."""
     import lightning  # type: ignore[import-not-found]
     import torch
 
@@ -199,7 +199,7 @@ NO_GRAD_FN = raised(r"The `grad_fn` is needed to access the `AccumulateGrad` and
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: tuple[str, str], **options: Any) -> Experiment:
-    """One option is the keyword in which the arms differ: its value in the control arm, and in the treatment."""
+    """One option is the keyword in which the arms differ: its values in the control and in the treatment arm."""
     needs = {"torch": ">=2.1", **options.pop("needs", {})}
     size = options.pop("world_size", 1)
     [(key, values)] = options.items()
@@ -216,28 +216,41 @@ def pair(name: str, job: Callable[..., None], expect: Expect, because: tuple[str
 
 
 MODES = ("inference_mode", "no_grad")
-INSIDE = "an evaluation under inference_mode makes the table"
-FIRST = ("the first forward is under inference_mode", "it is under no_grad, later evaluations are not")
-MADE = "a model is built under inference_mode"
-BETWEEN = ("an evaluation under inference_mode between two steps", "it is under no_grad")
-VALIDATED = ("trainer.validate() before trainer.fit()", "Trainer(inference_mode=False)")
-OWN = (INSIDE, "it is made under inference_mode(False)")
-FEATURES = ("inputs made under inference_mode", "under no_grad")
-MOVED = ("a model is moved under inference_mode", "not moved")
+INSIDE = "the first evaluation creates the table, under inference_mode"
+CACHE = (INSIDE, "the first evaluation creates the table, under no_grad")
+CLONE = "clone() outside of inference_mode makes the table a normal tensor"
+DETACH = ("detach().data leaves the table an inference tensor", CLONE)
+CLONE_INSIDE = ("clone() under inference_mode leaves the table an inference tensor", CLONE)
+MADE_OUTSIDE = (INSIDE, "the first evaluation creates the table under inference_mode(False)")
+SUM = ("the loop divides a sum from inference_mode in place", "the loop divides a sum from no_grad in place")
+OUT_OF_PLACE = ("total /= n changes an inference tensor", "total = total / n creates a new tensor")
+FEATURES = ("the encoder computes its features under inference_mode", "the encoder computes its features under no_grad")
+BUILT = ("the model is built under inference_mode", "the model is built outside of inference_mode")
+MOVED = ("the model changes its dtype under inference_mode", "the model does not change its dtype")
+FIRST = (
+    "the first forward runs under inference_mode",
+    "the first forward runs under no_grad; later evaluations use inference_mode",
+)
+BETWEEN = (
+    "an evaluation between two steps runs under inference_mode",
+    "the evaluation between two steps runs under no_grad",
+)
+VALIDATED = (
+    "trainer.validate() runs under inference_mode before trainer.fit()",
+    "Trainer(inference_mode=False) makes trainer.validate() use no_grad",
+)
 two_ranks: Any = partial(pair, world_size=2)
 
 probe = Probe(
-    experiments=(pair("cache", evaluate_first, SAVED, (INSIDE, "it is under no_grad"), way=MODES),),
+    experiments=(pair("cache", evaluate_first, SAVED, CACHE, way=MODES),),
     variants=(
-        pair(
-            "clone", evaluate_first, SAVED, ("detach().data of the table", "clone() outside"), way=("detach", "clone")
-        ),
-        pair("made-outside", evaluate_first, SAVED, OWN, way=("inside", "made outside")),
-        pair("clone-inside", evaluate_first, SAVED, ("clone() inside", "outside"), way=("clone inside", "clone")),
-        pair("sum", average, CHANGED, ("the sum is divided in place", "under no_grad"), way=MODES),
-        pair("out-of-place", average, CHANGED, ("total /= n", "total = total / n"), way=("in place", "out of place")),
+        pair("clone", evaluate_first, SAVED, DETACH, way=("detach", "clone")),
+        pair("made-outside", evaluate_first, SAVED, MADE_OUTSIDE, way=("inside", "made outside")),
+        pair("clone-inside", evaluate_first, SAVED, CLONE_INSIDE, way=("clone inside", "clone")),
+        pair("sum", average, CHANGED, SUM, way=MODES),
+        pair("out-of-place", average, CHANGED, OUT_OF_PLACE, way=("in place", "out of place")),
         pair("features", use_features, SAVED, FEATURES, context=MODES),
-        pair("built", make_inside, SAVED, (MADE, "it is built outside"), way=("inside", "outside")),
+        pair("built", make_inside, SAVED, BUILT, way=("inside", "outside")),
         pair("moved", make_inside, SAVED, MOVED, way=("moved", "outside")),
         two_ranks("fsdp1", partial(shard, way="fsdp1"), NO_GRAD_FN, FIRST, needs={"torch": ">=2.7"}, context=MODES),
         two_ranks("fsdp2", partial(shard, way="fsdp2"), CHANGED, FIRST, needs={"torch": ">=2.7"}, context=MODES),

@@ -265,7 +265,7 @@ def is_named(interface: str) -> bool:
 
 HANG_ENDED = GLOO_TIMEOUT + "|Connection closed by peer"
 STALLED = symptom(rf"({HANG_ENDED}).{{1,300}} Meanwhile ss says: .{{1,200}}mss:8948 ")
-DROPPED = "both nodes send packets of 9000 bytes, but the port of node 1 silently drops those above 1500"
+DROPPED = "both nodes send packets of 9000 bytes, but the port of node 1 drops those above 1500"
 
 
 def pair(

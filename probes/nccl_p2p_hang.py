@@ -1,4 +1,4 @@
-"""The first collective over direct GPU-to-GPU access (P2P), with P2P as NCCL chooses it and with P2P off."""
+"""Runs the first collectives between two GPUs, with the transport that NCCL chooses and with P2P off."""
 
 from __future__ import annotations
 
@@ -28,68 +28,97 @@ from kb.probe import (
 )
 
 PATIENCE_S = 45.0
-NUMELS = (1, 1 << 18, 1 << 22)  # a barrier's one element, 1 MiB, 16 MiB: NCCL moves them by different protocols
+NUMELS = (1, 1 << 18, 1 << 22)  # one element as a barrier, 1 MiB, 16 MiB: NCCL uses a different protocol for each
 
 
 def first_collectives(ctx: Context) -> None:
-    """Both arms are this job. They differ in NCCL_P2P_DISABLE alone, which NCCL reads from the environment."""
-    import torch
-
+    """The job of both arms, which differ only in NCCL_P2P_DISABLE, a variable that NCCL reads."""
     if "NCCL_P2P_DISABLE" in os.environ and still_busy():
-        raise Unavailable("a GPU is at 100 % before the run without P2P begins: reset the GPUs or reboot, then run it")
-    dist = ctx.init_process_group(timeout_s=600, device_id=None)  # lazy: NCCL's own set-up may be what hangs
+        raise Unavailable(
+            "a GPU is at 100 % before the run without P2P begins: reset the GPUs or reboot, and run again"
+        )
+    ctx.init_process_group(timeout_s=600, device_id=None)  # lazy: NCCL's own set-up may be what hangs
     ctx.reached()
-    state = {"doing": "nothing yet", "wrong": "", "busbw_gb_s": 0.0}
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            torch.cuda.set_device(ctx.device)
-            for numel in NUMELS:
-                base = torch.arange(numel, dtype=torch.int32, device=ctx.device) % 1000
-                mine = base + 1000 * (ctx.rank + 1)  # integers that differ over ranks and elements: exact, or wrong
-                state["doing"] = f"all_reduce of {numel} int32"
-                total = mine.clone()
-                dist.all_reduce(total)
-                strange = int((total != 2 * base + 3000).sum())
-                state["doing"] = f"all_gather of {numel} int32"
-                pieces = [torch.zeros_like(mine) for _ in range(ctx.world_size)]
-                dist.all_gather(pieces, mine)
-                strange += sum(int((piece != base + 1000 * (rank + 1)).sum()) for rank, piece in enumerate(pieces))
-                if strange:
-                    state["wrong"] = f"{strange} of {3 * numel} elements of size {numel}"
-                    return
-            state["doing"] = "the bandwidth measurement"
-            big = torch.zeros(1 << 24, device=ctx.device)  # 64 MiB
-            for repeat in range(25):
-                if repeat == 5:
-                    torch.cuda.synchronize()
-                    begun = time.monotonic()
-                dist.all_reduce(big)
-            torch.cuda.synchronize()
-            state["busbw_gb_s"] = round(20 * big.nbytes / (time.monotonic() - begun) / 1e9, 2)  # 2(n-1)/n is 1 for n=2
-            state["doing"] = ""
-        except BaseException as error:
-            errors.append(error)
-
-    worker = threading.Thread(target=work, daemon=True)
+    collectives = Collectives(ctx)
+    worker = threading.Thread(target=collectives.run, daemon=True)
     worker.start()
-    worker.join(PATIENCE_S)  # no CUDA call here: the main thread must be able to speak while the GPU spins
+    worker.join(PATIENCE_S)  # no CUDA call here: the main thread must be able to report while the GPU spins
     transports = chosen_transports(ctx)
-    ctx.note(transports=transports, busbw_gb_s=state["busbw_gb_s"], nccl_p2p_disable=os.environ.get("NCCL_P2P_DISABLE"))
-    if errors:
-        raise errors[0]
+    ctx.note(
+        transports=transports,
+        busbw_gb_s=collectives.busbw_gb_s,
+        nccl_p2p_disable=os.environ.get("NCCL_P2P_DISABLE"),
+    )
+    if collectives.errors:
+        raise collectives.errors[0]
     over = f"transports {', '.join(transports) or 'not logged'}"
-    if state["wrong"]:
-        raise Symptom(f"the first collectives returned wrong values on rank {ctx.rank}: {state['wrong']}; {over}")
+    if collectives.wrong:
+        raise Symptom(f"the first collectives returned wrong values on rank {ctx.rank}: {collectives.wrong}; {over}")
     if worker.is_alive():
-        raise Symptom(f"{state['doing']} never completed on rank {ctx.rank} in {PATIENCE_S:.0f} s; {over}")
+        raise Symptom(f"{collectives.current} never completed on rank {ctx.rank} in {PATIENCE_S:.0f} s; {over}")
     if "NCCL_P2P_DISABLE" not in os.environ and transports and not any(t.startswith("P2P") for t in transports):
-        raise Unavailable(f"NCCL does not use P2P between these two GPUs by itself, it chose {', '.join(transports)}")
+        raise Unavailable(f"NCCL itself does not use P2P between these two GPUs, it chose {', '.join(transports)}")
+
+
+class Collectives:
+    """The first collectives of a rank. They run in a thread, and the main thread reads how far they got."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        self.current = "torch.cuda.set_device"
+        self.wrong = ""
+        self.busbw_gb_s = 0.0
+        self.errors: list[BaseException] = []
+
+    def run(self) -> None:
+        import torch
+
+        try:
+            torch.cuda.set_device(self.ctx.device)
+            for numel in NUMELS:
+                self.compare(numel)
+                if self.wrong:
+                    return
+            self.measure()
+            self.current = ""
+        except BaseException as error:
+            self.errors.append(error)
+
+    def compare(self, numel: int) -> None:
+        """Reduces and gathers integers that differ per rank and element, so a result is exact or wrong."""
+        import torch
+        import torch.distributed as dist
+
+        base = torch.arange(numel, dtype=torch.int32, device=self.ctx.device) % 1000
+        numbers = base + 1000 * (self.ctx.rank + 1)
+        self.current = f"all_reduce of {numel} int32"
+        total = numbers.clone()
+        dist.all_reduce(total)
+        wrong = int((total != 2 * base + 3000).sum())
+        self.current = f"all_gather of {numel} int32"
+        pieces = [torch.zeros_like(numbers) for _ in range(self.ctx.world_size)]
+        dist.all_gather(pieces, numbers)
+        wrong += sum(int((piece != base + 1000 * (rank + 1)).sum()) for rank, piece in enumerate(pieces))
+        if wrong:
+            self.wrong = f"{wrong} of {3 * numel} elements of size {numel}"
+
+    def measure(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.current = "the bandwidth measurement"
+        big = torch.zeros(1 << 24, device=self.ctx.device)  # 64 MiB
+        for repeat in range(25):
+            if repeat == 5:
+                torch.cuda.synchronize()
+                begun = time.monotonic()
+            dist.all_reduce(big)
+        torch.cuda.synchronize()
+        self.busbw_gb_s = round(20 * big.nbytes / (time.monotonic() - begun) / 1e9, 2)  # 2(n-1)/n is 1 for n=2
 
 
 def still_busy() -> bool:
-    """Does a GPU still work, or nvidia-smi not answer, as a hang over P2P may leave them? Then any later run hangs."""
+    """Is a GPU at 100 %, or does nvidia-smi not answer? A hang over P2P may leave both; then any later run hangs."""
     command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -98,24 +127,24 @@ def still_busy() -> bool:
     try:
         return "100" in process.communicate(timeout=10)[0].split()
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: with a hung driver it cannot die
+        process.kill()  # do not wait for it: with a hung driver it cannot die
         return True
 
 
 def chosen_transports(ctx: Context) -> list[str]:
-    """What NCCL logged as `Channel 00/0 : 0[0] -> 1[1] via P2P/IPC`; empty when it logged none."""
+    """The transports that NCCL logged, as in `Channel 00/0 : 0[0] -> 1[1] via P2P/IPC`; empty if it logged none."""
     text = ""
     for path in ctx.dir.glob(f"nccl.{os.getpid()}*"):
         text += path.read_text(errors="replace")
     return sorted(set(re.findall(r" via ((?:P2P|SHM|NET)\S*)", text)))
 
 
-# --- the check: what of this machine can break P2P, read from /proc, /sys and nvidia-smi -------------------------
+# --- the check: can this machine break P2P? It reads /proc, /sys and nvidia-smi -----------------------------------
 
 PCI = Path("/sys/bus/pci/devices")
-BLIND = "a fault of driver or hardware cannot be seen, only the experiment can show it"
-REFUSED = {"CNS", "GNS", "TNS", "NS", "DR"}  # of nvidia-smi topo -p2p; not U, which it prints when it does not know
-REDIRECTS = {0x04: "ReqRedir", 0x08: "CmpltRedir"}  # of ACSCtl: what turns a direct transfer up to the root complex
+BLIND = "kb cannot see a fault of driver or hardware; only the experiment can show it"
+REFUSED = {"CNS", "GNS", "TNS", "NS", "DR"}  # of nvidia-smi topo -p2p; not U, which it prints if it does not know
+REDIRECTS = {0x04: "ReqRedir", 0x08: "CmpltRedir"}  # bits of ACSCtl that redirect a direct transfer to the root complex
 
 
 def nvidia_gpus() -> list[Path]:
@@ -132,15 +161,15 @@ def nvidia_gpus() -> list[Path]:
 
 
 def acs_redirects(bridge: Path) -> str | None:
-    """The redirecting bits of a bridge's ACS control as lspci names them, "" for none; None when not readable."""
+    """The redirecting bits of a bridge's ACS control as lspci names them, "" for none; None if kb cannot read them."""
     try:
         space = (bridge / "config").read_bytes()
     except OSError:
         return None
     if len(space) < 0x104:
-        return None  # without root only the first 64 bytes
+        return None  # without root, the file has only the first 64 bytes
     at = 0x100
-    for _ in range(96):  # the list of extended capabilities; bounded, a broken list may be a ring
+    for _ in range(96):  # the list of extended capabilities; the loop is bounded because a broken list may be a ring
         header = int.from_bytes(space[at : at + 4], "little")
         if header & 0xFFFF == 0x000D:
             control = int.from_bytes(space[at + 6 : at + 8], "little")
@@ -152,13 +181,13 @@ def acs_redirects(bridge: Path) -> str | None:
 
 
 def bridges_above(gpu: Path) -> list[Path]:
-    """The PCI devices on the way from a GPU up to its root complex."""
+    """The PCI devices between a GPU and its root complex."""
     address = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
     return [parent for parent in gpu.resolve().parents if address.match(parent.name)]
 
 
 def matrices() -> tuple[list[str], list[str]]:
-    """The pairs' P2P status by the driver (OK, NS, ...) and their distance (NV12, PIX, ...), upper triangles."""
+    """P2P status (OK, NS, ...) and distance (NV12, PIX, ...) of each pair of GPUs, from the driver."""
     processes = []
     for arguments in (["-p2p", "r"], ["-m"]):
         try:
@@ -179,7 +208,7 @@ def matrices() -> tuple[list[str], list[str]]:
         try:
             answers.append(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
         except subprocess.TimeoutExpired:
-            process.kill()  # and not waited for: with a hung driver it cannot die
+            process.kill()  # do not wait for it: with a hung driver it cannot die
             answers.append("")
     return upper_triangle(answers[0]), upper_triangle(answers[1])
 
@@ -192,20 +221,22 @@ def upper_triangle(text: str) -> list[str]:
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Is anything set that is known to break P2P: a PCIe bridge that redirects, an IOMMU that translates?"""
+    """Is there a known cause of broken P2P: a PCIe bridge that redirects, or an IOMMU that translates?"""
     gpus = nvidia_gpus()
     statuses, distances = matrices()
     if not gpus and not statuses:
-        return unknown("no NVIDIA GPU in /sys/bus/pci and no answer from nvidia-smi")
+        return unknown("kb finds no NVIDIA GPU in /sys/bus/pci, and nvidia-smi does not answer")
     if len(gpus) < 2 and not statuses:
-        return unknown("one GPU is visible here: P2P needs two")
+        return unknown("kb sees one GPU, but P2P needs two")
     evidence = [f"{len(gpus)} NVIDIA GPUs in /sys/bus/pci"]
     if statuses:
         evidence.append(f"nvidia-smi topo -p2p r, GPU pairs: {tally(statuses)}")
     if distances:
         evidence.append(f"nvidia-smi topo -m, GPU pairs: {tally(distances)}")
     if statuses and set(statuses) <= REFUSED:
-        return clear(*evidence, "the driver offers no P2P, so NCCL uses none and NCCL_P2P_DISABLE=1 changes nothing")
+        return clear(
+            *evidence, "the driver offers no P2P, so NCCL does not use it and NCCL_P2P_DISABLE=1 changes nothing"
+        )
 
     redirecting, unreadable = [], 0
     for bridge in sorted({bridge for gpu in gpus for bridge in bridges_above(gpu)}):
@@ -219,22 +250,23 @@ def check(_: Mapping[str, Any]) -> Finding:
     if redirecting:
         evidence.append(f"ACS redirects P2P at {', '.join(redirecting[:8])}")
     elif unreadable:
-        evidence.append(f"ACS of {unreadable} bridges above the GPUs cannot be read without root")
+        evidence.append(f"kb cannot read ACS of {unreadable} bridges above the GPUs without root")
     virtual = is_virtual()
     if virtual:
-        evidence.append("this is a virtual machine: its host decides about ACS and IOMMU, and a guest cannot see them")
+        evidence.append("this is a virtual machine: its host configures ACS and IOMMU, which a guest cannot see")
     if distances and all(distance.startswith("NV") for distance in distances):
-        return unknown(*evidence, f"all pairs are on NVLink, which ACS and IOMMU do not touch; {BLIND}")
+        return unknown(*evidence, f"NVLink connects all pairs, and ACS and IOMMU do not affect it; {BLIND}")
     if distances and not any(distance in ("PIX", "PXB") for distance in distances) and not (is_amd() and len(gpus) < 3):
-        jobs = "in jobs of more than two GPUs" if is_amd() else "over PCIe"
-        return unknown(*evidence, f"NCCL 2.23 and newer use no P2P {jobs} at these distances; other libraries may")
+        jobs = "in jobs with more than two GPUs" if is_amd() else "over PCIe"
+        return unknown(*evidence, f"NCCL 2.23 and newer do not use P2P {jobs} at these distances; other libraries may")
     if (redirecting or translating) and not virtual:
         return exposed(
             *evidence,
-            advice="run the experiment; if it hangs: iommu=pt, ACS off (BIOS or setpci), until then NCCL_P2P_DISABLE=1",
+            advice="run the experiment; if it hangs, set iommu=pt and turn ACS off (BIOS or setpci), "
+            "and use NCCL_P2P_DISABLE=1 until then",
         )
     if virtual or unreadable or not statuses or not gpus:
-        return unknown(*evidence, advice="run the experiment; ACS as root: sudo lspci -vvv | grep ACSCtl")
+        return unknown(*evidence, advice="run the experiment, and read ACS as root: sudo lspci -vvv | grep ACSCtl")
     return unknown(*evidence, f"no bridge above the GPUs redirects and no IOMMU translates; {BLIND}")
 
 
@@ -243,7 +275,7 @@ def tally(values: list[str]) -> str:
 
 
 def iommu_domain(gpu: Path) -> str:
-    """`DMA` or `DMA-FQ` translates, `identity` (iommu=pt) does not; `none` without an IOMMU."""
+    """`DMA` and `DMA-FQ` translate, `identity` (iommu=pt) does not; `none` without an IOMMU."""
     group = gpu / "iommu_group"
     if not group.exists():
         return "none"
@@ -276,7 +308,7 @@ def is_amd() -> bool:
     return "AuthenticAMD" in first_cpu()
 
 
-LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "nccl.%p"}  # in both arms: which transport was chosen
+LOGGED = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "nccl.%p"}  # in both arms: NCCL logs which transport it chooses
 
 probe = Probe(
     check=check,
@@ -286,14 +318,14 @@ probe = Probe(
             control=Arm(
                 first_collectives,
                 expect=symptom(r"never completed on rank|returned wrong values on rank"),
-                because="NCCL chooses the transport, P2P where the driver offers it",
+                because="NCCL chooses the transport itself, and uses P2P if the driver offers it",
                 fidelity="hardware",
                 env=LOGGED,
             ),
             treatment=Arm(
                 first_collectives,
                 expect=completed(),
-                because="NCCL_P2P_DISABLE=1: through shared memory of the host instead",
+                because="with NCCL_P2P_DISABLE=1 NCCL uses shared memory of the host instead of P2P",
                 fidelity="hardware",
                 env={**LOGGED, "NCCL_P2P_DISABLE": "1"},
             ),

@@ -1,4 +1,4 @@
-"""Nothing that the optimizer holds is trained: all is frozen, the list is empty, or it holds other tensors."""
+"""The optimizer trains nothing: every tensor is frozen, its list is empty, or it has the wrong tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def build(ctx: Context) -> Any:
-    """An embedding, a body and a head; all of it trains."""
+    """An embedding, a body and a head, all of which are trainable."""
     import torch
     from torch import nn
 
@@ -22,7 +22,7 @@ def build(ctx: Context) -> Any:
 
 
 def step(ctx: Context, model: Any, optimizer: Any, *, forced: bool = False) -> None:
-    """One step. `Symptom` if no error is raised and yet no weight has moved."""
+    """One step; raises `Symptom` if no weight changed although there was no error."""
     import torch
 
     before = [p.detach().clone() for p in model.parameters()]
@@ -38,11 +38,11 @@ def step(ctx: Context, model: Any, optimizer: Any, *, forced: bool = False) -> N
 
 
 def train_part(ctx: Context, *, part: str, filtered: bool = True, hook: bool = False, forced: bool = False) -> None:
-    """Only the tensors whose name begins with `part` are to be trained."""
+    """Trains only the tensors whose name begins with `part`."""
     from torch.optim import AdamW
 
     model = build(ctx)
-    if hook:  # what enable_input_require_grads() does
+    if hook:  # as enable_input_require_grads() does
         model.embed.register_forward_hook(lambda module, args, output: output.requires_grad_(True))  # noqa: ARG005
     ctx.reached()
     for name, p in model.named_parameters():
@@ -53,7 +53,7 @@ def train_part(ctx: Context, *, part: str, filtered: bool = True, hook: bool = F
 
 
 def train_iterator(ctx: Context, *, iterator: bool) -> None:
-    """The parameters are counted first, and then given to the optimizer."""
+    """Counts the parameters first, and then passes them to the optimizer."""
     from torch.optim import AdamW
 
     model = build(ctx)
@@ -66,7 +66,7 @@ def train_iterator(ctx: Context, *, iterator: bool) -> None:
 
 
 def train_layers(ctx: Context, *, registered: bool) -> None:
-    """The layers are in a Python list, or in one that the module knows."""
+    """The layers are in a Python list or in a ModuleList."""
     from torch import nn
     from torch.optim import AdamW
 
@@ -90,7 +90,7 @@ def train_layers(ctx: Context, *, registered: bool) -> None:
 
 
 def wrap_teacher(ctx: Context, *, wrapped: bool) -> None:
-    """A frozen teacher beside a student that trains."""
+    """Trains a student with a frozen teacher."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -106,26 +106,26 @@ def wrap_teacher(ctx: Context, *, wrapped: bool) -> None:
     assert all(p.grad is not None for p in student.parameters())
 
 
-def train_through(ctx: Context, *, cut: bool) -> None:
-    """A frozen network computes the loss of what the student makes: called under no_grad, or not."""
+def train_with_loss_network(ctx: Context, *, without_grad: bool) -> None:
+    """A frozen network computes the loss from the student's output, under no_grad or not."""
     import torch
 
-    student, judge = build(ctx), build(ctx).head.requires_grad_(False)
-    made = student.body(student.embed(torch.tensor([1, 2, 3], device=ctx.device)))
+    student, loss_network = build(ctx), build(ctx).head.requires_grad_(False)
+    output = student.body(student.embed(torch.tensor([1, 2, 3], device=ctx.device)))
     ctx.reached()
-    with torch.set_grad_enabled(not cut):
-        loss = judge(made).square().mean()
+    with torch.set_grad_enabled(not without_grad):
+        loss = loss_network(output).square().mean()
     loss.backward()
     assert student.body.weight.grad.abs().sum() > 0
 
 
 def train_without_grad(ctx: Context, *, enabled: bool) -> None:
-    """An evaluation has left autograd off; both arms call train(), which does not turn it on."""
+    """An evaluation leaves autograd off. Both arms call train(), which does not turn it on."""
     import torch
 
     model = build(ctx)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    torch.set_grad_enabled(False)  # an evaluation, and nothing behind it
+    torch.set_grad_enabled(False)  # an evaluation that does not turn autograd on again
     ctx.reached()
     model.train()
     if enabled:
@@ -133,8 +133,8 @@ def train_without_grad(ctx: Context, *, enabled: bool) -> None:
     step(ctx, model, optimizer)
 
 
-def train_thawed(ctx: Context, *, late: bool) -> None:
-    """The body is thawed before or after the optimizer takes what trains; a bias trains all the time."""
+def train_unfrozen(ctx: Context, *, late: bool) -> None:
+    """The body is unfrozen before or after the optimizer is created; the bias of the head is always trainable."""
     import torch
 
     model = build(ctx).requires_grad_(False)
@@ -157,23 +157,23 @@ def train_thawed(ctx: Context, *, late: bool) -> None:
 
 
 def train_stage(ctx: Context, *, part: Any) -> None:
-    """A pipeline of two stages: each rank makes an optimizer for what trains in its own layers."""
+    """A pipeline of two stages: each rank creates an optimizer for the trainable tensors of its own layers."""
     import torch
 
     model = build(ctx)
     for name, p in model.named_parameters():
         p.requires_grad_(name.startswith(part))
-    stage, given = (model[:2], torch.tensor([1, 2, 3])) if ctx.rank == 0 else (model[2:], torch.ones(3, 4))
+    stage, inputs = (model[:2], torch.tensor([1, 2, 3])) if ctx.rank == 0 else (model[2:], torch.ones(3, 4))
     ctx.reached()
     optimizer = torch.optim.AdamW([p for p in stage.parameters() if p.requires_grad], lr=0.1)
     before = [p.detach().clone() for p in stage.parameters()]
-    stage(given.to(ctx.device)).sum().backward()
+    stage(inputs.to(ctx.device)).sum().backward()
     optimizer.step()
     assert any(not torch.equal(old, new) for old, new in zip(before, stage.parameters()))
 
 
 def train_fsdp(ctx: Context, *, use_orig_params: bool) -> None:
-    """FSDP1, and an optimizer for a part of the model."""
+    """Creates an optimizer for a part of a model that FSDP1 wraps."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -186,7 +186,7 @@ def train_fsdp(ctx: Context, *, use_orig_params: bool) -> None:
 
 
 def train_deepspeed(ctx: Context, *, part: str) -> None:
-    """Two parameter groups, with and without weight decay, as the Trainer makes them."""
+    """Passes DeepSpeed two parameter groups, with and without weight decay, as the Trainer creates them."""
     import torch
 
     from kb.cpu_arms import import_deepspeed
@@ -211,7 +211,7 @@ def train_deepspeed(ctx: Context, *, part: str) -> None:
 
 
 def load_adapter(ctx: Context, *, is_trainable: bool) -> None:
-    """PEFT: an adapter is saved and loaded again to go on with the training."""
+    """Saves a PEFT adapter and loads it again to continue training."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model  # type: ignore[import-not-found]
 
@@ -261,23 +261,114 @@ def pair(
     )
 
 
-FROZEN = "the filter names a layer of another model, so all is frozen"
-NAMED = "the filter names a layer that the model has"
+FROZEN = "the filter names a layer that this model does not have, so every tensor is frozen"
+NAMED = "the filter names a layer of this model, so its tensors are trainable"
 probe = Probe(
     experiments=(pair("frozen", train_part, PART, EMPTY, FROZEN, NAMED),),
     variants=(
-        pair("backward", train_part, PART, NO_GRAD, FROZEN + "; AdamW takes it", NAMED, filtered=False),
-        pair("silent", train_part, PART, SILENT, FROZEN + "; a hook makes the graph", NAMED, filtered=False, hook=True),
-        pair("loss-requires-grad", train_part, PART, SILENT, FROZEN, NAMED, filtered=False, forced=True),
-        pair("iterator", train_iterator, {"iterator": (True, False)}, EMPTY, "the count uses a filter up", "a list"),
-        pair("python-list", train_layers, {"registered": (False, True)}, EMPTY, "layers in a list", "in a ModuleList"),
-        pair("teacher", wrap_teacher, {"wrapped": (True, False)}, NO_DDP, "DDP wraps a frozen model", "it does not"),
-        pair("loss-network", train_through, {"cut": (True, False)}, NO_GRAD, "a loss under no_grad", "with gradients"),
-        pair("grad-mode", train_without_grad, {"enabled": (False, True)}, NO_GRAD, "autograd is off", "it is on"),
-        pair("late", train_thawed, {"late": (True, False)}, LATE, "a layer thaws behind the optimizer", "before it"),
-        pair("stage", train_stage, STAGE, EMPTY, "only the last stage trains", "both stages train", ranks=2),
-        pair("fsdp1", train_fsdp, {"use_orig_params": (False, True)}, EMPTY, "a flat parameter", "original ones"),
+        pair(
+            "backward",
+            train_part,
+            PART,
+            NO_GRAD,
+            FROZEN + "; AdamW accepts them",
+            NAMED,
+            filtered=False,
+        ),
+        pair(
+            "silent",
+            train_part,
+            PART,
+            SILENT,
+            FROZEN + "; a hook creates a graph",
+            NAMED,
+            filtered=False,
+            hook=True,
+        ),
+        pair(
+            "loss-requires-grad",
+            train_part,
+            PART,
+            SILENT,
+            FROZEN + "; requires_grad_ does not help",
+            NAMED,
+            filtered=False,
+            forced=True,
+        ),
+        pair(
+            "iterator",
+            train_iterator,
+            {"iterator": (True, False)},
+            EMPTY,
+            "counting the parameters exhausts a filter object, so AdamW gets an empty one",
+            "the trainable parameters are in a list, which counting does not exhaust",
+        ),
+        pair(
+            "python-list",
+            train_layers,
+            {"registered": (False, True)},
+            EMPTY,
+            "the layers are in a Python list, so parameters() does not find them",
+            "the layers are in a ModuleList, so parameters() finds them",
+        ),
+        pair(
+            "teacher",
+            wrap_teacher,
+            {"wrapped": (True, False)},
+            NO_DDP,
+            "DDP wraps a teacher whose parameters are all frozen",
+            "DDP does not wrap the frozen teacher",
+        ),
+        pair(
+            "loss-network",
+            train_with_loss_network,
+            {"without_grad": (True, False)},
+            NO_GRAD,
+            "the frozen loss network runs under no_grad, so the loss has no graph",
+            "the frozen loss network runs with autograd on",
+        ),
+        pair(
+            "grad-mode",
+            train_without_grad,
+            {"enabled": (False, True)},
+            NO_GRAD,
+            "an evaluation turned autograd off, and train() does not turn it on",
+            "torch.set_grad_enabled(True) turns autograd on again",
+        ),
+        pair(
+            "late",
+            train_unfrozen,
+            {"late": (True, False)},
+            LATE,
+            "a layer is unfrozen after the optimizer is created, so the optimizer does not have it",
+            "the layer is unfrozen before the optimizer is created",
+        ),
+        pair(
+            "stage",
+            train_stage,
+            STAGE,
+            EMPTY,
+            "only the last pipeline stage has trainable tensors, so the other optimizer is empty",
+            "both pipeline stages have trainable tensors",
+            ranks=2,
+        ),
+        pair(
+            "fsdp1",
+            train_fsdp,
+            {"use_orig_params": (False, True)},
+            EMPTY,
+            "FSDP1 replaces the head's parameters by one flat parameter of the root module",
+            "use_orig_params=True keeps the original parameters",
+        ),
         pair("deepspeed", train_deepspeed, PART, NO_GROUP, FROZEN, NAMED, "deepspeed"),
-        pair("peft", load_adapter, {"is_trainable": (False, True)}, NO_GRAD, "loaded frozen", "to train", "peft"),
+        pair(
+            "peft",
+            load_adapter,
+            {"is_trainable": (False, True)},
+            NO_GRAD,
+            "PeftModel.from_pretrained loads the adapter frozen",
+            "is_trainable=True loads the adapter trainable",
+            "peft",
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Free memory in pieces that the allocator can neither return nor join: a request smaller than their sum fails."""
+"""Free memory is in pieces that the allocator can neither return nor join, so a request below their sum fails."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kb.probe import (
 
 MIB = 1 << 20
 CPU_BLOCKS, CPU_BLOCK, CPU_REQUEST, CPU_ROOM = 16, 16 * MIB, 28 * MIB, 276 * MIB
-CPU_LONGEST = 31 * MIB  # just below what glibc maps alone: twelve more than what is left at the end
+CPU_LONGEST = 31 * MIB  # just below the size that glibc maps separately; 12 MiB more than the room at the end
 GPU_STEPS, GPU_LONG, GPU_HELD, GPU_REQUEST, GPU_MIB = 4, 240 * MIB, 130 * MIB, 300 * MIB, 1024
 
 
 def segments(ctx: Context) -> None:
-    """Both arms are this job. They differ in expandable_segments alone, which torch reads from the environment."""
+    """The job of both arms, which differ only in expandable_segments, which torch reads from the environment."""
     import torch
 
     def allocate(size: int) -> Any:
@@ -41,16 +41,16 @@ def segments(ctx: Context) -> None:
 
     long = [allocate(GPU_LONG) for _ in range(GPU_STEPS)]
     del long  # four free segments of 240 MiB
-    held = [allocate(GPU_HELD) for _ in range(GPU_STEPS)]  # one in each: 110 MiB are left over in each
+    held = [allocate(GPU_HELD) for _ in range(GPU_STEPS)]  # one in each segment, of which 110 MiB remain
     statistics = torch.cuda.memory_stats()
     unallocated = statistics["reserved_bytes.all.current"] - statistics["allocated_bytes.all.current"]
     ctx.reached()
-    ask(ctx, partial(allocate, GPU_REQUEST), unallocated)
+    request_less(ctx, partial(allocate, GPU_REQUEST), unallocated)
     assert len(held) == GPU_STEPS
 
 
 def heap(ctx: Context, *, returns: bool = False, longest_first: bool = False, request: int = CPU_REQUEST) -> None:
-    """The same on glibc's heap: a free hole below a block in use goes back only if each block is its own mapping."""
+    """Fragments glibc's heap. A free hole below a block in use is returned only if each block is a separate mapping."""
     import torch
 
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
@@ -62,26 +62,26 @@ def heap(ctx: Context, *, returns: bool = False, longest_first: bool = False, re
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
     if longest_first:
         longest, after = (torch.empty(size, dtype=torch.uint8) for size in (request, 2 * MIB))
-        place = range(longest.data_ptr(), longest.data_ptr() + request)
-        del longest  # its place stays, below a block in use, and the next block is put into it
+        hole = range(longest.data_ptr(), longest.data_ptr() + request)
+        del longest  # leaves a hole below a block in use, and the next block goes into it
         ctx.note(after_mib=after.nbytes // MIB)
     blocks = [torch.empty(CPU_BLOCK, dtype=torch.uint8) for _ in range(CPU_BLOCKS)]
     held = blocks[0::2] if longest_first else blocks[1::2]
-    if longest_first and not any(block.data_ptr() in place for block in held):
-        raise Unavailable("the heap of this process has put the next block elsewhere")
+    if longest_first and not any(block.data_ptr() in hole for block in held):
+        raise Unavailable("the heap of this process did not put the next block into the hole")
     del blocks
     ctx.reached()
-    ask(ctx, partial(torch.empty, request, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
+    request_less(ctx, partial(torch.empty, request, dtype=torch.uint8), (CPU_BLOCKS - len(held)) * CPU_BLOCK)
     assert len(held) == CPU_BLOCKS // 2
 
 
-def ask(ctx: Context, allocate: Callable[[], Any], free: int) -> None:
-    """Ask for less than what is free in pieces."""
+def request_less(ctx: Context, allocate: Callable[[], Any], free: int) -> None:
+    """Allocates less than the free pieces have together."""
     try:
         request = allocate().nbytes
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except RuntimeError as error:  # also torch.OutOfMemoryError
         raise Symptom("%d MiB are free in pieces, and less cannot be had: %s" % (free // MIB, error)) from error
-    ctx.note(free_in_pieces_mib=free // MIB, asked_mib=request // MIB)
+    ctx.note(free_in_pieces_mib=free // MIB, requested_mib=request // MIB)
     assert request < free
 
 
@@ -98,50 +98,58 @@ UNITS = {"bytes": 2.0**-20, "KiB": 2.0**-10, "MiB": 1.0, "GiB": 1024.0, "TiB": 1
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The last out-of-memory error of a log: would the request have fit if all free memory were in one piece?"""
-    setting = asked_for()
+    """Would the request of the last out-of-memory error in a log fit if all free memory were in one piece?"""
+    setting = expandable_setting()
     log = params["log"]
     if log is None:
-        return unknown("no log was given to read", setting, advice="--set log=train.log, with the error's whole line")
+        return unknown(
+            "`log` is not set", setting, advice="--set log=train.log, a log with the whole line of the error"
+        )
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.path.getsize(log) - 4 * MIB))
             result = sizes(file.read().decode("utf-8", "replace"))
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (log, error.strerror))
+        return unknown("kb cannot read %s: %s" % (log, error.strerror))
     if result is None:
-        return unknown("%s has no CUDA out-of-memory line with all its numbers" % log)
+        return unknown("%s has no CUDA out-of-memory line with all numbers" % log)
     message = (
-        "%(tried).0f MiB were asked for; %(unallocated).0f MiB reserved but unallocated, %(free).0f MiB free" % result
+        "the request was %(tried).0f MiB; %(unallocated).0f MiB were reserved but unallocated, %(free).0f MiB free"
+        % result
     )
     together = result["unallocated"] + result["free"]
     if together < 0.8 * result["tried"]:
-        return clear(message, "in one piece they would be too little as well: not fragmentation")
+        return clear(message, "even in one piece the free memory would be too small, so fragmentation is not the cause")
     if together < result["tried"]:
-        return unknown(message, "together they are too little, but not by far")
+        return unknown(message, "together the free memory is too small, but only by a little")
     if result["unallocated"] < max(0.02 * result["capacity"], 0.1 * result["tried"]):
-        return unknown(message, "in one piece it would fit, but so little is in pieces that the card is full anyway")
-    return exposed(message, setting, advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before python starts")
+        return unknown(
+            message,
+            "in one piece the free memory would suffice, but so little is in pieces that the GPU is full anyway",
+        )
+    return exposed(message, setting, advice="set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before Python starts")
 
 
-def asked_for() -> str:
-    """What the environment asks for. Whether torch obeys is asked of torch: its versions differ in the name."""
+def expandable_setting() -> str:
+    """Whether the environment sets expandable_segments. The variable's name depends on the release of torch."""
     new, old = (
         re.search(r"expandable_segments:\s*True", os.environ.get(name, "")) is not None
         for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     )
     if old:
-        return "PYTORCH_CUDA_ALLOC_CONF asks for expandable_segments; torch.cuda.memory._snapshot() tells if it obeys"
+        return (
+            "PYTORCH_CUDA_ALLOC_CONF sets expandable_segments; torch.cuda.memory._snapshot() shows if torch uses them"
+        )
     if new:
-        return "only PYTORCH_ALLOC_CONF asks for expandable_segments here, which torch 2.9.1 and older ignore"
-    return "expandable_segments are not asked for in this environment"
+        return "only PYTORCH_ALLOC_CONF sets expandable_segments here, and torch 2.9.1 and older ignore that variable"
+    return "this environment does not set expandable_segments"
 
 
 def sizes(text: str) -> Optional[Dict[str, float]]:
-    """MiB of the request, of the card, of what is free on it and of what torch has reserved and not given out."""
+    """In MiB: the request, the GPU's capacity, its free memory, and what torch reserved but did not allocate."""
     lines: List[Any] = sorted([*OLD.finditer(text), *NEW.finditer(text)], key=lambda match: match.start())
     if not lines or lines[-1].start() < text.rfind("out of memory. Allocation was preemptively rejected"):
-        return None  # the last one, as torch 2.14 words it at a memory fraction, has other numbers
+        return None  # the last error is that of a memory fraction in torch 2.14, which has other numbers
     groups = lines[-1].groups()
     mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]
     if lines[-1].re is OLD:
@@ -149,11 +157,10 @@ def sizes(text: str) -> Optional[Dict[str, float]]:
     return {"tried": mib[0], "capacity": mib[1], "free": mib[2], "unallocated": mib[3]}
 
 
-PIECES = "torch's caching allocator keeps segments that are partly in use, each with a piece too small"
-EXPANDABLE = "expandable_segments:True: one segment that grows, whose free pieces lie side by side"
-GLIBC = "torch's caching allocator; here the heap of glibc, which has the same rule, under an address-space limit"
-
-ASIDE = "blocks lie side by side in one heap, and every second one is in use"
+PIECES = "torch's caching allocator keeps segments that are partly in use, and the free piece of each is too small"
+EXPANDABLE = "with expandable_segments:True torch uses one growing segment, and can join its free pieces"
+GLIBC = "torch's caching allocator: here the heap of glibc under an address-space limit, which has the same rule"
+ADJACENT = "blocks are adjacent in one heap, and every second block is in use"
 HOLES = symptom(r"128 MiB are free in pieces, and less cannot be had: .*can't allocate memory: you tried to")
 
 
@@ -177,7 +184,7 @@ def of_heap(
 
 probe = Probe(
     check=check,
-    params={"log": Param("path", "a log with the out-of-memory error, whole lines")},
+    params={"log": Param("path", "a log with the out-of-memory error, in whole lines")},
     experiments=(
         Experiment(
             name="gpu",
@@ -203,22 +210,22 @@ probe = Probe(
         of_heap(
             "heap",
             partial(heap),
-            ASIDE,
+            ADJACENT,
             partial(heap, returns=True),
-            "each block is a mapping of its own, so a free one is returned at once",
+            "each block is a separate mapping, so a free block is returned at once",
         ),
     ),
     variants=(
         of_heap(
-            "same-size", partial(heap), ASIDE, partial(heap, request=CPU_BLOCK), "the request is as large as a hole"
+            "same-size", partial(heap), ADJACENT, partial(heap, request=CPU_BLOCK), "the request has the size of a hole"
         ),
         of_heap(
             "longest-first",
             partial(heap, longest_first=True, request=CPU_LONGEST),
-            "the largest block came first, and a smaller one lives in its place since",
+            "a smaller block uses the place of the largest block, which came first",
             partial(heap, longest_first=True, returns=True, request=CPU_LONGEST),
-            "the same with each block as a mapping of its own",
-            releases=">=2.1,!=2.5.*",  # the process of 2.5.1 finds room elsewhere; why is not known
+            "the largest block comes first too, but each block is a separate mapping",
+            releases=">=2.1,!=2.5.*",  # the process of 2.5.1 finds memory elsewhere, for an unknown reason
         ),
     ),
 )

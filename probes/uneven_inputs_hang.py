@@ -245,7 +245,7 @@ probe = Probe(
         variant(
             "join",
             partial(train, timeout_s=3),
-            f"{UNEVEN}; a longer timeout does not help",
+            f"{UNEVEN}; a longer timeout changes nothing",
             {"together": "join"},
             "under Join the rank without batches joins DDP's all-reduces, so all seven batches are used",
         ),

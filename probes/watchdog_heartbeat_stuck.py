@@ -1,8 +1,8 @@
-"""What keeps torch's communication threads from moving: a timeout whose handling takes long, and a held GIL.
+"""torch's communication threads stop, because handling a timeout takes long or because native code holds the GIL.
 
-On GPUs: rank 0's collective times out, its watchdog sleeps while others dump, and the monitor of its heartbeat calls
-that stuck. On CPU: rank 0 holds the GIL inside native code, and gloo's threads, which need it to let go of tensors,
-stand still while rank 1 waits.
+On GPUs: rank 0's collective times out, its watchdog sleeps while other ranks dump, and the heartbeat monitor reports
+that the watchdog is stuck. On CPU: rank 0 holds the GIL in native code, and gloo's threads, which need the GIL to
+free tensors, stop while rank 1 waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kb.packages import release
 from kb.probe import GLOO_TIMEOUT, Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
 
-def late(ctx: Context, *, timeout_s: float) -> None:
+def arrive_late(ctx: Context, *, timeout_s: float) -> None:
     """Rank 1 comes 20 s late to the second all-reduce."""
     import torch
 
@@ -35,8 +35,8 @@ def late(ctx: Context, *, timeout_s: float) -> None:
     ctx.meet("reduced", timeout_s=30)
 
 
-def native_call(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False) -> None:
-    """Rank 0 starts six all-reduces, drops the tensors and calls C; rank 1 makes the same six one by one."""
+def call_native_code(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False) -> None:
+    """Rank 0 starts six all-reduces, drops the tensors and calls C. Rank 1 runs the same six one by one."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=2)
@@ -57,73 +57,75 @@ def native_call(ctx: Context, *, holds_the_gil: bool, in_a_thread: bool = False)
     if ctx.rank == 0:
         caller = threading.Thread(target=library.usleep, args=(4_000_000,))
         (caller.start if in_a_thread else caller.run)()
-    ctx.meet("done", timeout_s=15)  # a thread that runs is waited for at the end
+    ctx.meet("done", timeout_s=15)  # the process waits for a running thread when it ends
 
 
 ON, OFF = ("y", "yes", "1", "t", "true"), ("n", "no", "0", "f", "false")  # c10d/Utils.hpp of torch 2.2 to 2.15
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Do the variables leave the watchdog the time that handling a timeout takes, and is the monitor on?"""
+    """Do the variables give the watchdog enough time to handle a timeout, and is the monitor on?"""
     torch = release("torch")[:2]
     if not torch:
-        return unknown("torch is not installed in this interpreter, or its version cannot be read")
+        return unknown("torch is not installed in this interpreter, or kb cannot read its version")
     if not (2, 3) <= torch <= (2, 15):
-        return unknown("the monitor of torch before 2.3 and after 2.15 has other settings, which were not read")
+        return unknown("the monitor of torch before 2.3 and after 2.15 has other settings, which kb does not know")
     nccl2 = os.environ.get("TORCH_DIST_USE_NCCL2")
     if (torch == (2, 15) and nccl2 != "0") or (torch == (2, 14) and nccl2 == "1"):
         return unknown(
-            "nccl2, the NCCL backend that this torch takes, has no monitor and reads none of its variables",
-            "a watchdog that stands still would end nothing, and whether a call or the GIL will block cannot be seen",
-            advice="TORCH_DIST_USE_NCCL2=0 brings the old backend back, with its monitor",
+            "this torch uses the NCCL backend nccl2, which has no monitor and ignores its variables",
+            "a stuck watchdog would end nothing; kb cannot see whether a call or the GIL will block",
+            advice="set TORCH_DIST_USE_NCCL2=0 to use the old backend with its monitor",
         )
     heartbeat = number("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 480 if torch >= (2, 5) else 600)
     dump = number("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", 15000)
     monitoring = os.environ.get("TORCH_NCCL_ENABLE_MONITORING", "1")
     if heartbeat is None or dump is None or monitoring.lower() not in ON + OFF:
         return unknown(
-            "a TORCH_NCCL_ variable of the monitor has a value that torch refuses or that was not understood",
+            "a TORCH_NCCL_ variable of the monitor has a value that torch rejects or kb does not understand",
             str({name: os.environ[name] for name in os.environ if name.startswith("TORCH_NCCL_")}),
         )
     evidence = f"heartbeat {heartbeat} s; torch {torch[0]}.{torch[1]}"
-    if torch >= (2, 8):  # before, whether and how long the watchdog waits depends on the dumps
-        evidence = f"wait for dumps after a timeout 4 x {dump} ms, {evidence}"
+    if torch >= (2, 8):  # before 2.8, whether and how long the watchdog waits depends on the dumps
+        evidence = f"the watchdog waits 4 x {dump} ms for dumps after a timeout; {evidence}"
     if monitoring.lower() in OFF:
-        why = f"TORCH_NCCL_ENABLE_MONITORING={monitoring}: a process whose watchdog is stuck is not ended"
-        return exposed(why, evidence, advice="unset it; raise TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if the abort was false")
+        why = f"TORCH_NCCL_ENABLE_MONITORING={monitoring}: nothing ends a process whose watchdog is stuck"
+        return exposed(
+            why, evidence, advice="unset it, and raise TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC if it caused a false abort"
+        )
     if torch >= (2, 8) and 4 * dump >= 1000 * heartbeat:
-        why = "the monitor may call the watchdog stuck while it waits for dumps, which hides the timeout before"
-        return exposed(why, evidence, advice="TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above the wait for dumps")
-    return unknown(evidence, "these settings are sound; whether a driver call or the GIL will block cannot be seen")
+        why = "the monitor may report a stuck watchdog while that waits for dumps, which hides the timeout before"
+        return exposed(why, evidence, advice="set TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC well above the wait for dumps")
+    return unknown(evidence, "these settings are right, but kb cannot see whether a driver call or the GIL will block")
 
 
 def number(name: str, default: int) -> Any:
-    """As C's `stoi` reads it: the digits that the text begins with. None where torch refuses it."""
+    """Reads a variable as C++'s `stoi` does, by its leading digits; None if torch rejects the value."""
     text = os.environ.get(name)
     match = re.match(r"\s*([+-]?\d{1,9})(?!\d)", text or "", re.ASCII)
     return default if text is None else int(match.group(1)) if match else None
 
 
-QUICK = {  # the defaults are 480 s, and a minute of sleep after a timeout; here 2 s and 20 s
+QUICK = {  # by default 480 s, and 60 s of sleep after a timeout; here 2 s and 20 s
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "2",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000",
-    "TORCH_DIST_USE_NCCL2": "0",  # nccl2, the default of 2.15, has no such monitor
+    "TORCH_DIST_USE_NCCL2": "0",  # nccl2, the default of 2.15, has no monitor
 }
-STANDS_FOR = "NCCL's watchdog and its monitor; here gloo's threads stand still, and the other rank times out"
+STANDS_FOR = "NCCL's watchdog and its monitor: here gloo's threads stop, and the other rank times out"
 
 gil = Experiment(
     name="gil",
     control=Arm(
-        partial(native_call, holds_the_gil=True),
+        partial(call_native_code, holds_the_gil=True),
         expect=raised(GLOO_TIMEOUT),
-        because="rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
+        because="rank 0 sleeps in C and holds the GIL, which gloo's threads need to free a tensor",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
     treatment=Arm(
-        partial(native_call, holds_the_gil=False),
+        partial(call_native_code, holds_the_gil=False),
         expect=completed(),
-        because="the same call releases the GIL, and the threads go on",
+        because="the same call releases the GIL, so gloo's threads continue",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
@@ -133,16 +135,16 @@ gil = Experiment(
 in_a_thread = Experiment(
     name="thread",
     control=Arm(
-        partial(native_call, holds_the_gil=True, in_a_thread=True),
+        partial(call_native_code, holds_the_gil=True, in_a_thread=True),
         expect=raised(GLOO_TIMEOUT),
-        because="a Python thread of rank 0 sleeps in C with the GIL held; gloo's threads wait for it to free a tensor",
+        because="a Python thread of rank 0 sleeps in C and holds the GIL, which gloo's threads need",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
     treatment=Arm(
-        partial(native_call, holds_the_gil=False, in_a_thread=True),
+        partial(call_native_code, holds_the_gil=False, in_a_thread=True),
         expect=completed(),
-        because="the same call releases the GIL, and the threads go on",
+        because="the same call releases the GIL, so gloo's threads continue",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
@@ -156,21 +158,21 @@ probe = Probe(
         Experiment(
             name="nccl",
             control=Arm(
-                partial(late, timeout_s=4),
+                partial(arrive_late, timeout_s=4),
                 expect=raised(r"watchdog got stuck for 2 seconds without making progress"),
-                because="the all-reduce times out, and handling that outlasts the heartbeat",
+                because="the all-reduce times out, and handling the timeout takes longer than the heartbeat allows",
                 fidelity="hardware",
                 env=QUICK,
             ),
             treatment=Arm(
-                partial(late, timeout_s=90),
+                partial(arrive_late, timeout_s=90),
                 expect=completed(),
-                because="the timeout covers the late rank, so the watchdog goes on polling",
+                because="the timeout is longer than the delay of rank 1, so the watchdog continues to poll",
                 fidelity="hardware",
                 env=QUICK,
             ),
             backend="nccl",
-            needs=Needs(gpus=2, packages={"torch": ">=2.8"}),  # before, the watchdog waits only if dumps are on
+            needs=Needs(gpus=2, packages={"torch": ">=2.8"}),  # before 2.8, the watchdog waits only if dumps are on
             deadline_s=90,
             settle_s=3,
             expected_s=(20, 30),

@@ -1,4 +1,4 @@
-"""Evaluation without training asks for an engine without an optimizer, which ZeRO-1 and ZeRO-2 do not have."""
+"""Evaluation without training needs an engine without an optimizer, which ZeRO-1 and ZeRO-2 do not support."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def join(ctx: Context) -> Any:
     return deepspeed
 
 
-def trainer(stage: Optional[int], **options: Any) -> Any:
-    """A Trainer with a tiny Llama; no stage means without DeepSpeed."""
+def build_trainer(stage: Optional[int], **options: Any) -> Any:
+    """A Trainer with a tiny Llama; without a stage it does not use DeepSpeed."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
@@ -46,30 +46,30 @@ def trainer(stage: Optional[int], **options: Any) -> Any:
 
 
 def evaluate(ctx: Context, *, stage: Optional[int]) -> None:
-    """Evaluation alone."""
+    """Evaluates and does not train."""
     join(ctx)
-    model = trainer(stage)
+    trainer = build_trainer(stage)
     ctx.reached()
-    assert model.evaluate()["eval_loss"] > 0
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 def evaluate_and_train(ctx: Context, *, stage: int, evaluate_first: bool) -> None:
-    """A loss before the first step and one after the last: by a call, or by the Trainer itself."""
+    """Evaluates before the first step and after the last one. The first evaluation is a call, or the Trainer's own."""
     join(ctx)
     on_start = {"eval_on_start": True, "eval_strategy": "steps", "eval_steps": STEPS}
-    model = trainer(stage, **({} if evaluate_first else on_start))
+    trainer = build_trainer(stage, **({} if evaluate_first else on_start))
     ctx.reached()
     if evaluate_first:
-        model.evaluate()
-    model.train()
-    model.evaluate()
-    losses = [row["eval_loss"] for row in model.state.log_history if "eval_loss" in row]
-    assert model.state.global_step == STEPS, model.state.global_step
-    assert len(losses) == 3, losses  # before the first step, at the last one, and by the call after it
+        trainer.evaluate()
+    trainer.train()
+    trainer.evaluate()
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert trainer.state.global_step == STEPS, trainer.state.global_step
+    assert len(losses) == 3, losses  # before the first step, at the last one, and in the call after it
 
 
 def initialize(ctx: Context, *, stage: int) -> None:
-    """A loop of one's own, without an optimizer."""
+    """A custom loop without an optimizer."""
     deepspeed = join(ctx)
     import torch
 
@@ -82,7 +82,7 @@ def initialize(ctx: Context, *, stage: int) -> None:
 
 
 def prepare(ctx: Context, *, together: bool) -> None:
-    """A loop of one's own with accelerate, which trains."""
+    """A custom training loop with accelerate."""
     join(ctx)
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
@@ -107,16 +107,16 @@ def prepare(ctx: Context, *, together: bool) -> None:
     assert (engine.module.bias < before).all()
 
 
-def train_twice(ctx: Context, *, anew: bool) -> None:
-    """Two trainings in one process."""
+def train_twice(ctx: Context, *, new_trainer: bool) -> None:
+    """Trains twice in one process, with one Trainer or with a new one."""
     join(ctx)
-    model = trainer(2)
+    trainer = build_trainer(2)
     ctx.reached()
-    model.train()
-    if anew:
-        model = trainer(2)
-    model.train()
-    assert model.state.global_step == STEPS, model.state.global_step
+    trainer.train()
+    if new_trainer:
+        trainer = build_trainer(2)
+    trainer.train()
+    assert trainer.state.global_step == STEPS, trainer.state.global_step
 
 
 ONLY_3 = raised(r"ValueError: ZeRO inference only makes sense with ZeRO Stage 3 - please adjust your config")
@@ -149,6 +149,8 @@ def pair(
     )
 
 
+EVALUATE = "evaluate() runs without train(), with ZeRO-2"
+ON_START = "eval_on_start=True replaces the first evaluate()"
 around_training = partial(evaluate_and_train, stage=2)
 probe = Probe(
     experiments=(
@@ -156,43 +158,51 @@ probe = Probe(
             "initialize",
             in_initialize,
             partial(initialize, stage=0),
-            "an engine of ZeRO-2 without an optimizer",
-            "an engine of stage 0",
+            "DeepSpeed creates an engine of ZeRO-2 without an optimizer",
+            "DeepSpeed creates an engine of stage 0 without an optimizer",
             REQUIRED,
         ),
     ),
     variants=(
-        pair("stage-3", in_stage_2, partial(evaluate, stage=3), "evaluate() alone, ZeRO-2", "the same with ZeRO-3"),
-        pair("without-deepspeed", in_stage_2, partial(evaluate, stage=None), "evaluate() alone, ZeRO-2", "without it"),
+        pair(
+            "stage-3", in_stage_2, partial(evaluate, stage=3), EVALUATE, "evaluate() runs without train(), with ZeRO-3"
+        ),
+        pair(
+            "without-deepspeed",
+            in_stage_2,
+            partial(evaluate, stage=None),
+            EVALUATE,
+            "evaluate() runs without DeepSpeed",
+        ),
         pair(
             "on-start",
             partial(around_training, evaluate_first=True),
             partial(around_training, evaluate_first=False),
-            "evaluate() before train(), ZeRO-2",
-            "eval_on_start=True in the place of the first evaluate()",
+            "evaluate() runs before train(), with ZeRO-2",
+            ON_START,
         ),
         pair(
             "stage-3-then-train",
             partial(evaluate_and_train, stage=3, evaluate_first=True),
             partial(evaluate_and_train, stage=3, evaluate_first=False),
-            "evaluate() before train(), ZeRO-3: the engine that evaluates is dropped, and training goes on with it",
-            "eval_on_start=True in the place of the first evaluate()",
+            "evaluate() runs before train(), with ZeRO-3, and training then uses the engine without an optimizer",
+            ON_START,
             NONE,
         ),
         pair(
             "prepare",
             partial(prepare, together=False),
             partial(prepare, together=True),
-            "accelerate prepares the model without its optimizer, ZeRO-2",
-            "both in one call",
+            "one call of prepare gets the model, another one the optimizer, with ZeRO-2",
+            "one call of prepare gets the model and the optimizer",
             REQUIRED,
         ),
         pair(
             "train-twice",
-            partial(train_twice, anew=False),
-            partial(train_twice, anew=True),
-            "a second train() of one Trainer, ZeRO-2",
-            "a Trainer and a model of its own for the second one",
+            partial(train_twice, new_trainer=False),
+            partial(train_twice, new_trainer=True),
+            "one Trainer trains a second time, with ZeRO-2",
+            "a new Trainer with a new model trains the second time",
             NONE,
         ),
     ),
