@@ -1,6 +1,6 @@
-"""Batches that workers have ready wait in /dev/shm for the parent, and it is too small for them.
+"""Batches that workers have prepared wait in /dev/shm for the parent, but /dev/shm is too small for them.
 
-The arms get their own /dev/shm, in a user and mount namespace, and leave the machine's alone.
+Each arm mounts its own /dev/shm in a user and mount namespace, and leaves that of the machine alone.
 """
 
 import mmap
@@ -58,12 +58,12 @@ def train(
     for batch in DataLoader(Images(), batch_size=1, num_workers=workers, **more):
         seen.append(batch[0, -1].item())
         if len(seen) == 1:
-            time.sleep(0.5)  # a step on the GPU takes longer than loading: the workers get ahead
+            time.sleep(0.5)  # a step on the GPU takes longer than loading, so the workers get ahead
     assert seen == list(range(10))
 
 
 def read_mapped(ctx: Context, *, whole: bool) -> None:
-    """The worker maps a file of two pages; somebody cuts it off, or not, before the second one is read."""
+    """The worker maps a file of two pages, and truncates it, unless `whole`, before it reads the second page."""
     from torch.utils.data import DataLoader, Dataset
 
     path = ctx.path("data.bin")
@@ -85,7 +85,7 @@ def read_mapped(ctx: Context, *, whole: bool) -> None:
 
 
 def share_otherwise(ctx: Context, *, shm_mib: int) -> None:
-    """A worker keeps 12 MiB in `multiprocessing.shared_memory`, which takes its size before it gets memory."""
+    """A worker writes 12 MiB to `multiprocessing.shared_memory`, which reserves no memory for the size of its file."""
     from torch.utils.data import DataLoader, Dataset
 
     class Cached(Dataset):  # type: ignore[misc]
@@ -112,7 +112,7 @@ def share_otherwise(ctx: Context, *, shm_mib: int) -> None:
 
 
 def start(ctx: Context, *, cleaned: bool) -> None:
-    """A killed job has left /dev/shm full; the locks of the next loader are files there too."""
+    """A killed job left /dev/shm full; the next DataLoader also creates its locks as files there."""
     from torch.utils.data import DataLoader
 
     own_user()
@@ -139,11 +139,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         size, free = size_and_free()
         stale = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
     except OSError as error:
-        return unknown(f"/dev/shm cannot be read: {error}")
-    evidence = [f"/dev/shm has {size >> 20} MiB, {free >> 20} MiB of them free"]
+        return unknown(f"kb cannot read /dev/shm: {error}")
+    evidence = [f"/dev/shm has {size >> 20} MiB, of which {free >> 20} MiB are free"]
     if stale:
-        evidence.append(f"{len(stale)} files torch_* lie in it, of running jobs or left behind by killed ones")
-    advice = "docker run --shm-size=16g or --ipc=host; Kubernetes: an emptyDir with medium Memory on /dev/shm"
+        evidence.append(f"it contains {len(stale)} files torch_*, which running jobs use or killed jobs left behind")
+    advice = "docker run --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir with medium Memory on /dev/shm"
     if None not in (params["batch_mib"], params["workers"], params["ranks"]):
         processes, workers, prefetch = params["ranks"], params["workers"], params["prefetch"]
         need = processes * workers * prefetch * params["batch_mib"]
@@ -151,27 +151,29 @@ def check(params: Mapping[str, Any]) -> Finding:
             f"{processes} ranks x {workers} workers x {prefetch} batches x {params['batch_mib']:g} MiB = {need:g} MiB"
         )
         if not need > 0:
-            return unknown(*evidence, "these are not the numbers of a job")
+            return unknown(*evidence, "no job has these numbers: all must be greater than 0")
         if need * (1 << 20) > free:
             return exposed(*evidence, advice=advice)
         if need * (1 << 20) > 0.7 * free:
-            return unknown(*evidence, "that leaves little: NCCL and other users of shared memory come on top")
-        return clear(*evidence, "for one loader: a second one, NCCL and other users of shared memory come on top")
+            return unknown(*evidence, "that leaves little for NCCL and other users of shared memory")
+        return clear(*evidence, "this counts one loader; a second one, NCCL and other users of shared memory need more")
     if size <= 64 << 20:
-        return exposed(*evidence, "64 MiB is docker's default, a few batches of images", advice=advice)
-    return unknown(*evidence, advice="--set batch_mib=N --set workers=N --set ranks=N, as in your job, does the sum")
+        return exposed(*evidence, "64 MiB, the default of docker, holds only a few batches of images", advice=advice)
+    return unknown(
+        *evidence, advice="give the numbers of your job to compare: --set batch_mib=N --set workers=N --set ranks=N"
+    )
 
 
 MESSAGES = (
     r"unable to allocate shared memory\(shm\) for file"
     r"|is killed by signal: Bus error|Unexpected bus error encountered in worker"
 )
-SMALL = f"{WORKERS * PREFETCH * BATCH_MIB} MiB of batches become ready in {SHM_MIB} MiB of shared memory"
+SMALL = f"workers prepare {WORKERS * PREFETCH * BATCH_MIB} MiB of batches in {SHM_MIB} MiB of shared memory"
 
 
-def experiment(name: str, because: str, fix: Mapping[str, Any], fails: str = SMALL, **folklore: Any) -> Experiment:
-    """`folklore` is what people try in vain: the control arm has it."""
-    control, treatment = partial(train, **folklore), partial(train, **{**folklore, **fix})
+def experiment(name: str, because: str, fix: Mapping[str, Any], fails: str = SMALL, **options: Any) -> Experiment:
+    """Both arms have `options`; the treatment arm also has `fix`."""
+    control, treatment = partial(train, **options), partial(train, **{**options, **fix})
     return Experiment(
         name=name,
         control=Arm(control, expect=raised(MESSAGES), because=fails, fidelity="cpu"),
@@ -183,33 +185,33 @@ def experiment(name: str, because: str, fix: Mapping[str, Any], fails: str = SMA
 
 
 LARGE = {"shm_mib": 64}
-ROOM = "the same loader in 64 MiB of shared memory"
-ONE = f"one worker, one batch ahead, and a single batch of 12 MiB in {SHM_MIB}"
+ROOM = "the same loader has 64 MiB of shared memory"
+ONE = f"one worker prepares a single batch of 12 MiB in {SHM_MIB} MiB of shared memory"
 
 probe = Probe(
     check=check,
     params={
-        "batch_mib": Param("float", "MiB of one batch of your job, for the check"),
+        "batch_mib": Param("float", "size of one batch of your job in MiB, for the check"),
         "workers": Param("int", "num_workers of your job, for the check"),
         "prefetch": Param("int", "prefetch_factor of your job, for the check", 2),
-        "ranks": Param("int", "ranks on this machine, for the check"),
+        "ranks": Param("int", "number of ranks on this machine, for the check"),
     },
     experiments=(experiment("dataloader", ROOM, LARGE),),
     variants=(
-        experiment("in-flight", "one worker that prepares one batch at a time", {"workers": 1, "prefetch": 1}),
-        experiment("no-workers", "num_workers=0: the batch does not leave the process", {"workers": 0}),
-        experiment("file-system", ROOM, LARGE, SMALL + ", by the strategy file_system", by_file_system=True),
+        experiment("in-flight", "one worker prepares only one batch at a time", {"workers": 1, "prefetch": 1}),
+        experiment("no-workers", "with num_workers=0, the batches do not leave the process", {"workers": 0}),
+        experiment("file-system", ROOM, LARGE, SMALL + " with the strategy file_system", by_file_system=True),
         experiment("one-worker", ROOM, LARGE, ONE, workers=1, prefetch=1, batch_mib=12),
         Experiment(
             name="other-user",
             control=Arm(
                 partial(share_otherwise, shm_mib=SHM_MIB),
                 expect=raised(r"is killed by signal: Bus error|Unexpected bus error encountered in worker"),
-                because=f"a worker writes 12 MiB through multiprocessing.shared_memory into {SHM_MIB}",
+                because=f"a worker writes 12 MiB to multiprocessing.shared_memory, and /dev/shm has {SHM_MIB} MiB",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(share_otherwise, shm_mib=64), expect=completed(), because="64 MiB are there", fidelity="cpu"
+                partial(share_otherwise, shm_mib=64), expect=completed(), because="/dev/shm has 64 MiB", fidelity="cpu"
             ),
             world_size=1,
             deadline_s=30,
@@ -220,11 +222,14 @@ probe = Probe(
             control=Arm(
                 partial(start, cleaned=False),
                 expect=raised(r"\[Errno 28\] No space left on device"),
-                because="a file of a killed job fills shared memory, and the lock of the loader finds no room",
+                because="a file of a killed job fills /dev/shm, so the loader cannot create its lock there",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(start, cleaned=True), expect=completed(), because="that file is deleted", fidelity="cpu"
+                partial(start, cleaned=True),
+                expect=completed(),
+                because="the file of the killed job is deleted",
+                fidelity="cpu",
             ),
             world_size=1,
             deadline_s=30,
@@ -235,11 +240,14 @@ probe = Probe(
             control=Arm(
                 partial(read_mapped, whole=False),
                 expect=raised(r"is killed by signal: Bus error|Unexpected bus error encountered in worker"),
-                because="a worker reads from a mapped file that has been cut off; shared memory has room",
+                because="a worker reads a mapped file after its truncation; shared memory has room",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(read_mapped, whole=True), expect=completed(), because="the file is whole", fidelity="cpu"
+                partial(read_mapped, whole=True),
+                expect=completed(),
+                because="the mapped file still has both pages",
+                fidelity="cpu",
             ),
             world_size=1,
             deadline_s=30,
