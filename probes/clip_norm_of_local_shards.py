@@ -1,4 +1,4 @@
-"""Gradients are clipped by the norm of the part that a rank holds: each rank has another, and none is the model's."""
+"""Each rank clips by the norm of the gradients that it holds: the norms differ, and none is the norm of the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def batch(ctx: Context, rank: int) -> Any:
 
 
 def in_one_process(ctx: Context, *ranks: int) -> Any:
-    """The model with the mean gradient of the batches of these ranks."""
+    """Returns the model with the mean gradient of the batches of these ranks."""
     model = build(ctx)
     (sum(model(batch(ctx, rank)).square().sum() for rank in ranks) / len(ranks)).backward()
     return model
@@ -63,7 +63,7 @@ def true_norm(ctx: Context, *ranks: int) -> float:
 
 
 def norm_over_ranks(ctx: Context, split: List[Any], replicated: List[Any]) -> float:
-    """`split`: the gradients of which this rank has its part, `replicated`: those that every rank has."""
+    """The norm of the whole model: each rank holds a part of the `split` gradients and all `replicated` ones."""
     import torch
     import torch.distributed as dist
 
@@ -73,7 +73,7 @@ def norm_over_ranks(ctx: Context, split: List[Any], replicated: List[Any]) -> fl
 
 
 def compare_norms(norm: Any) -> str:
-    """The test of the entry: of what the clipping returned, on all ranks."""
+    """The test of the entry: did the clipping return the same norm on all ranks?"""
     import torch.distributed as dist
 
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -85,14 +85,14 @@ def compare_norms(norm: Any) -> str:
 
 
 def judge(ctx: Context, norm: Any, true: float, split: List[Any], *replicated: Any) -> None:
-    """What the clipping returned, and what it has left of the gradients."""
-    text = compare_norms(norm)
+    """Raises `Symptom` if the clipping returned a wrong norm; asserts that the clipped gradients have `MAX_NORM`."""
+    difference = compare_norms(norm)
     left = norm_over_ranks(ctx, split, list(replicated))
-    seen = "%.4g in one process, and clipped to %g it is %.4g" % (true, MAX_NORM, left)
-    if text:
-        raise Symptom("%s; %s" % (text, seen))
+    expected = "%.4g in one process, and clipped to %g it is %.4g" % (true, MAX_NORM, left)
+    if difference:
+        raise Symptom("%s; %s" % (difference, expected))
     if abs(float(norm) - true) > 0.001 * true:
-        raise Symptom("gradient norm %.4g on all ranks; %s" % (float(norm), seen))
+        raise Symptom("gradient norm %.4g on all ranks; %s" % (float(norm), expected))
     assert abs(left - MAX_NORM) < 0.001, left
 
 
@@ -137,7 +137,7 @@ def fsdp1(ctx: Context, *, way: str, strategy: str = "FULL_SHARD", original: boo
         assert abs(left - norm_of(gradients_of(plain))) < 0.001, left
         return
     norm = clip(model, way, float("inf") if way == "mean" else MAX_NORM)
-    if way == "mean":  # so far nothing is clipped
+    if way == "mean":  # the call above clipped nothing
         dist.all_reduce(norm)
         norm /= dist.get_world_size()
         for gradient in gradients_of(model):
@@ -148,8 +148,8 @@ def fsdp1(ctx: Context, *, way: str, strategy: str = "FULL_SHARD", original: boo
         judge(ctx, norm, true, gradients_of(model))
 
 
-def parts(ctx: Context, *, root: bool) -> None:
-    """Two layers are wrapped, and the model around them, or not: each part clips by its own norm then."""
+def fsdp1_parts(ctx: Context, *, root: bool) -> None:
+    """Wraps two layers, and with `root` the model as well. Without it, each layer clips by its own norm."""
     ctx.init_process_group(timeout_s=20)
     true = true_norm(ctx, 0, 1)
     model = build(ctx)
@@ -161,8 +161,8 @@ def parts(ctx: Context, *, root: bool) -> None:
     judge(ctx, norm, true, gradients_of(model))
 
 
-def skipped(ctx: Context, *, way: str) -> None:
-    """One gradient of rank 1's shard has overflowed, and a step is skipped where the norm is not finite."""
+def step_if_finite(ctx: Context, *, way: str) -> None:
+    """One gradient in the shard of rank 1 is infinite; a rank skips the step if its norm is not finite."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -181,8 +181,8 @@ def skipped(ctx: Context, *, way: str) -> None:
     assert not any(stepped)
 
 
-def fsdp2(ctx: Context, *, whole: bool) -> None:
-    """Of FSDP2 the clipping is right; what is printed of the norm that it returns is the local part, or all."""
+def fsdp2(ctx: Context, *, full_norm: bool) -> None:
+    """FSDP2 clips correctly; the number that the code prints is the norm of the shard, or of the model."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -196,7 +196,7 @@ def fsdp2(ctx: Context, *, whole: bool) -> None:
     judge(ctx, norm.full_tensor(), true, [gradient.to_local() for gradient in gradients_of(model)])
     ctx.reached()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"), norm_type=float("inf"))
-    if whole:
+    if full_norm:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     numbers: List[Any] = [None, None]
     dist.all_gather_object(numbers, norm.item())
@@ -204,11 +204,11 @@ def fsdp2(ctx: Context, *, whole: bool) -> None:
         raise Symptom("norm.item() is %.4g on rank 0 and %.4g on rank 1" % tuple(numbers))
 
 
-# --- splits of one's own: layers, or the columns of a layer ------------------------------------------------------
+# --- custom splits: by layers, or by the columns of a layer ------------------------------------------------------
 
 
 def global_clip() -> Any:
-    """The function of the entry, where torch is imported."""
+    """Imports torch and returns the function of the entry."""
     import torch
     import torch.distributed as dist
 
@@ -230,7 +230,7 @@ def global_clip() -> Any:
 
 
 def pipeline(ctx: Context, *, way: str) -> None:
-    """Rank 0 has the first layers, rank 1 the last one."""
+    """Rank 0 has the first layers, rank 1 has the last layer."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -256,12 +256,12 @@ def pipeline(ctx: Context, *, way: str) -> None:
     judge(ctx, norm, true, gradients_of(stage))
 
 
-def columns(ctx: Context, *, way: str) -> None:
-    """Each rank has half of the units of the first layer and what belongs to them; the last bias is on both ranks."""
+def tensor_parallel(ctx: Context, *, way: str) -> None:
+    """Each rank has half of the hidden units with their weights; both ranks have the bias of the last layer."""
     import torch
 
     ctx.init_process_group(timeout_s=20)
-    model = in_one_process(ctx, 0)  # each rank has the whole gradient, and takes its part
+    model = in_one_process(ctx, 0)  # each rank computes the whole gradient and takes its part
     true = norm_of(gradients_of(model))
     mine = slice(4 * ctx.rank, 4 * ctx.rank + 4)
     split, replicated = [], [model[2].bias]
@@ -281,8 +281,8 @@ def columns(ctx: Context, *, way: str) -> None:
 # --- libraries ---------------------------------------------------------------------------------------------------
 
 
-def accelerated(ctx: Context, *, every: bool) -> None:
-    """accelerate, FSDP1, a frozen layer. It turns FSDP on for accelerators only, so its state is set by hand."""
+def accelerate_fsdp1(ctx: Context, *, all_parameters: bool) -> None:
+    """FSDP1 and a frozen layer. accelerate enables FSDP only on accelerators, so the job sets its state by hand."""
     import torch
 
     ctx.init_process_group(timeout_s=30)
@@ -302,7 +302,7 @@ def accelerated(ctx: Context, *, every: bool) -> None:
     accelerator.backward(model(batch(ctx, ctx.rank)).square().sum())
     ctx.reached()
     max_norm = MAX_NORM
-    if every:
+    if all_parameters:
         if accelerator.sync_gradients:  # not in the midst of an accumulation
             norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
     else:
@@ -310,8 +310,8 @@ def accelerated(ctx: Context, *, every: bool) -> None:
     judge(ctx, norm, true, gradients_of(model))
 
 
-def engine(ctx: Context, *, configured: bool) -> None:
-    """DeepSpeed, ZeRO-2: torch's function between backward and step, or the key of the configuration."""
+def deepspeed_zero2(ctx: Context, *, configured: bool) -> None:
+    """Clips with torch's function between backward and step, or with the key of the configuration."""
     deepspeed = import_deepspeed()
     import torch
 
@@ -335,13 +335,13 @@ def engine(ctx: Context, *, configured: bool) -> None:
     assert abs(float(engine.get_global_grad_norm()) - true) < 0.001 * true
     if not configured:
         raise Symptom(
-            "torch's norm is %.4g; %.4g in one process, and the step has taken all of it: %.4g" % (norm, true, used)
+            "torch's norm is %.4g; %.4g in one process, and the step used gradients of norm %.4g" % (norm, true, used)
         )
     assert abs(used - MAX_NORM) < 0.001, used
 
 
-def lightning(ctx: Context, *, own: bool) -> None:
-    """The Trainer, with FSDPStrategy: its own clipping, or the hook that calls FSDP's method."""
+def lightning(ctx: Context, *, with_hook: bool) -> None:
+    """The Trainer with FSDPStrategy clips by itself, or the hook of the module calls FSDP's method."""
     import lightning.pytorch as pl  # type: ignore[import-not-found]
     import torch
     from lightning.pytorch.strategies import FSDPStrategy  # type: ignore[import-not-found]
@@ -349,10 +349,10 @@ def lightning(ctx: Context, *, own: bool) -> None:
     ctx.init_process_group(timeout_s=30)
     os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="kb")
     true = true_norm(ctx, 0, 1)
-    seen: List[Any] = []
+    gradients: List[Any] = []
 
     class OnCpu(FSDPStrategy):  # type: ignore[misc]
-        """FSDPStrategy itself is refused without a GPU, and wraps for one."""
+        """Lightning refuses FSDPStrategy itself without a GPU, and FSDPStrategy wraps the module for a GPU."""
 
         def _setup_model(self, model: Any) -> Any:
             return wrap(ctx, model)
@@ -366,7 +366,7 @@ def lightning(ctx: Context, *, own: bool) -> None:
             return self.net(batch(ctx, ctx.rank)).square().sum()
 
         def on_train_batch_end(self, *_: Any) -> None:
-            seen.extend(gradients_of(self.trainer.model))
+            gradients.extend(gradients_of(self.trainer.model))
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
@@ -379,20 +379,20 @@ def lightning(ctx: Context, *, own: bool) -> None:
     options.update(accelerator="cpu", devices=2, strategy=OnCpu(), max_epochs=1, enable_model_summary=False)
     trainer = pl.Trainer(limit_train_batches=1, gradient_clip_val=MAX_NORM, **options)
     ctx.reached()
-    trainer.fit(Clipping() if own else Module(), torch.utils.data.DataLoader([0, 0]))
-    judge(ctx, true, true, seen)  # the hook returns no norm
+    trainer.fit(Clipping() if with_hook else Module(), torch.utils.data.DataLoader([0, 0]))
+    judge(ctx, true, true, gradients)  # the hook returns no norm
 
 
-# --- the check: is torch's function called with the parameters of an FSDP1 model? --------------------------------
+# --- the check: does the code call torch's function with the parameters of an FSDP1 model? -----------------------
 
 TORCH = re.compile(r"(.*\.)?(utils|clip_grad)\.clip_grad_norm_?")
-ADVICE = "model.clip_grad_norm_(max_norm) of the outermost FSDP module, on every rank"
+ADVICE = "call model.clip_grad_norm_(max_norm) of the outermost FSDP module, on every rank"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
     code = params["code"]
     if code is None:
-        return unknown("no code was given to read", advice="--set code=train.py, or a folder")
+        return unknown("no code was named", advice="--set code=train.py, or a folder of Python files")
     end, read = time.monotonic() + 0.5, 0
     sure: List[str] = []
     unsure: List[str] = []
@@ -410,14 +410,14 @@ def check(params: Mapping[str, Any]) -> Finding:
     if sure:
         return exposed(*sure[:10], advice=ADVICE)
     if not read:
-        return unknown("no Python file of %s could be read" % code)
+        return unknown("kb could read no Python file in %s" % code)
     if unsure:
-        return unknown(*unsure[:10], "whether FSDP1 holds these parameters is not known", advice=ADVICE)
-    return unknown("no clipping of FSDP1 by torch's function was found in %d of %d files" % (read, len(files)))
+        return unknown(*unsure[:10], "kb cannot tell whether FSDP1 shards these parameters", advice=ADVICE)
+    return unknown("kb read %d of %d files and found no FSDP1 model clipped by torch's function" % (read, len(files)))
 
 
 def clippings(tree: ast.AST) -> Iterator[Tuple[int, bool, str]]:
-    """Lines that clip by the norm of what a rank holds, if FSDP1 holds it, and whether this file says that it does."""
+    """Lines that clip wrongly if FSDP1 shards the parameters, whether this file shows that it does, and what to say."""
     imported, wrappers, wrapped = names_of(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     has_method = False
@@ -430,18 +430,18 @@ def clippings(tree: ast.AST) -> Iterator[Tuple[int, bool, str]]:
         elif name.endswith(".clip_grad_norm_"):
             has_method = True
             if call.args and "accelerator" in name.lower() and not what.endswith(".parameters()"):
-                yield call.lineno, False, "accelerate gets %s, not all parameters" % what[:60]
+                yield call.lineno, False, "the code passes accelerate %s, not all parameters" % what[:60]
     unsharded = "NO_SHARD" in ast.dump(tree) or has_method
     for line, name, what in found:
         owner = what[: -len(".parameters()")] if what.endswith(".parameters()") else ""
         if wrappers and owner in wrapped and not unsharded:
-            yield line, True, "%s of %s, which FSDP1 has wrapped" % (name, owner)
+            yield line, True, "%s clips %s, which FSDP1 has wrapped" % (name, owner)
         elif wrappers:
             yield line, False, "%s(%s, ...) in a file that uses FSDP1" % (name, what[:60])
 
 
 def names_of(tree: ast.AST) -> Tuple[Set[str], Set[str], Set[str]]:
-    """What this file calls torch's function, what it calls FSDP1, and what it has wrapped by that."""
+    """The names of torch's function and of FSDP1 in this file, and the expressions that FSDP1 wraps."""
     imported: Set[str] = set()
     wrappers: Set[str] = set()
     for node in ast.walk(tree):
@@ -470,7 +470,7 @@ WRONG = symptom(r"gradient norm [\d.]+ on all ranks; [\d.]+ in one process, and 
 
 
 def pair(name: str, job: Callable[..., None], because: str, fix: str, **given: Any) -> Experiment:
-    """`given`: the keyword in which the arms differ with its two values; what else is given is a need or `expect`."""
+    """`given` holds the keyword in which the arms differ, with its two values, and optionally `expect` and needs."""
     expect, needs = given.pop("expect", DIFFERS), {"torch": given.pop("torch", ">=2.2")}
     library, stands_for = given.pop("library", {}), given.pop("stands_for", "")
     kind = {"fidelity": "stand-in", "stands_for": stands_for} if stands_for else {"fidelity": "cpu"}
@@ -485,26 +485,13 @@ def pair(name: str, job: Callable[..., None], because: str, fix: str, **given: A
     )
 
 
-UTILS, METHOD = "torch's function sees the shard of the rank", "FSDP's method adds the squares of all shards"
-STAGE, COLUMNS, TWICE = (
-    "each stage clips by its own norm",
-    "each rank clips by the norm of its part",
-    "bias added twice",
-)
-OWN, EACH, ROOT = (
-    "clip_by_global_norm counts each part once",
-    "each part clips by its own norm",
-    "the model is wrapped too",
-)
-TRAINABLE, ALL = (
-    "a list without the frozen layer: accelerate takes torch's function",
-    "model.parameters(), which it knows",
-)
-NO_GRADIENT = "torch's function finds no gradient, and nothing is clipped"
-TAKEN = symptom(r"torch's norm is 0; \d+\.\d+ in one process, and the step has taken all of it: \d+\.\d+")
+UTILS = "torch's clip_grad_norm_ computes the norm of this rank's shard only"
+METHOD = "FSDP's clip_grad_norm_ method adds the squares of all shards"
+GLOBAL = "clip_by_global_norm counts each parameter once"
+UNCLIPPED = symptom(r"torch's norm is 0; \d+\.\d+ in one process, and the step used gradients of norm \d+\.\d+")
 SKIPPED = symptom("rank 0 made the step and rank 1 skipped it")
 ITEM = symptom(r"norm\.item\(\) is \d+\.\d+ on rank 0 and \d+\.\d+ on rank 1")
-WAYS, STRATEGIES, SWITCH = ("utils", "method"), ("SHARD_GRAD_OP", "NO_SHARD"), (False, True)
+WAYS, SWITCH = ("utils", "method"), (False, True)
 sharded = pair("fsdp1", fsdp1, UTILS, METHOD, way=WAYS)
 probe = Probe(
     check=check,
@@ -512,34 +499,81 @@ probe = Probe(
     experiments=(sharded.on_gpus(), sharded),
     variants=(
         pair("orig", partial(fsdp1, original=True), UTILS, METHOD, way=WAYS),
-        pair("strategy", partial(fsdp1, way="utils"), *STRATEGIES, strategy=STRATEGIES),
-        pair("mean", fsdp1, "the mean of the norms", METHOD, way=("mean", "method"), expect=WRONG),
-        pair("value", fsdp1, UTILS, "clip_grad_value_ looks at each number alone", way=("utils", "value")),
-        pair("parts", parts, EACH, ROOT, root=SWITCH, expect=WRONG),
-        pair("skip", skipped, UTILS, METHOD, way=WAYS, expect=SKIPPED),
-        # With 2.7, 2.8 and gloo the gradients of FSDP2 are wrong.
-        pair("fsdp2", fsdp2, "item() of the inf norm", "full_tensor() first", whole=SWITCH, torch=">=2.9", expect=ITEM),
-        pair("pipeline", pipeline, STAGE, OWN, way=("stage", "all")),
-        pair("tensor-parallel", columns, COLUMNS, OWN, way=("local", "right")),
-        pair("counted-twice", columns, TWICE, OWN, way=("all", "right"), expect=WRONG),
-        pair("accelerate", accelerated, TRAINABLE, ALL, every=SWITCH, library={"accelerate": ">=1.15"}),
+        pair(
+            "strategy",
+            partial(fsdp1, way="utils"),
+            "with SHARD_GRAD_OP, torch's clip_grad_norm_ computes the norm of this rank's shard only",
+            "with NO_SHARD every rank holds all gradients, so torch's clip_grad_norm_ is right",
+            strategy=("SHARD_GRAD_OP", "NO_SHARD"),
+        ),
+        pair(
+            "mean",
+            fsdp1,
+            "every rank clips by the mean of the ranks' norms, which is too small",
+            METHOD,
+            way=("mean", "method"),
+            expect=WRONG,
+        ),
+        pair("value", fsdp1, UTILS, "clip_grad_value_ clips each number by itself", way=("utils", "value")),
+        pair(
+            "parts",
+            fsdp1_parts,
+            "only two layers are wrapped, so each layer clips by its own norm",
+            "the model around the two layers is wrapped too, so its method sees all of them",
+            root=SWITCH,
+            expect=WRONG,
+        ),
+        pair("skip", step_if_finite, UTILS, METHOD, way=WAYS, expect=SKIPPED),
+        pair(
+            "fsdp2",
+            fsdp2,
+            "item() of the infinity norm returns the norm of this rank's shard",
+            "the code calls full_tensor() before item()",
+            full_norm=SWITCH,
+            torch=">=2.9",  # with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
+            expect=ITEM,
+        ),
+        pair("pipeline", pipeline, "each stage clips by the norm of its own layers", GLOBAL, way=("stage", "all")),
+        pair(
+            "tensor-parallel",
+            tensor_parallel,
+            "each rank clips by the norm of its part of the layers",
+            GLOBAL,
+            way=("local", "right"),
+        ),
+        pair(
+            "counted-twice",
+            tensor_parallel,
+            "the bias that both ranks hold is counted twice",
+            GLOBAL,
+            way=("all", "right"),
+            expect=WRONG,
+        ),
+        pair(
+            "accelerate",
+            accelerate_fsdp1,
+            "the list lacks the frozen layer, so accelerate falls back to torch's clip_grad_norm_",
+            "accelerate recognizes model.parameters() and calls FSDP's method",
+            all_parameters=SWITCH,
+            library={"accelerate": ">=1.15"},
+        ),
         pair(
             "deepspeed",
-            engine,
-            NO_GRADIENT,
-            "gradient_clipping",
+            deepspeed_zero2,
+            "after DeepSpeed's backward, torch's clip_grad_norm_ finds no gradients and clips nothing",
+            "DeepSpeed clips, because its configuration has gradient_clipping",
             configured=SWITCH,
             library={"deepspeed": ">=0.19"},
-            expect=TAKEN,
+            expect=UNCLIPPED,
         ),
         pair(
             "lightning",
             lightning,
-            "the Trainer refuses to clip by norm",
-            "configure_gradient_clipping with FSDP's method",
-            own=SWITCH,
+            "the Trainer refuses to clip by norm under FSDPStrategy",
+            "configure_gradient_clipping calls FSDP's method",
+            with_hook=SWITCH,
             library={"lightning": ">=2.6"},
-            stands_for="FSDPStrategy on GPUs: a subclass of it that wraps the module for the CPU",
+            stands_for="FSDPStrategy on GPUs; a subclass wraps the module for the CPU",
             expect=raised("`gradient_clip_algorithm='norm'` is currently not supported for `FSDPPrecision`"),
         ),
     ),

@@ -1,7 +1,7 @@
 """A worker starts a fresh interpreter instead of being forked, and pickle cannot transfer its function.
 
-`why` chooses the obstacle. The job is a script of its own, because the main guard and a notebook cell are matters of
-the script; the mechanism is Python's, so no torch is needed, and the variant shows it in a DataLoader.
+`why` chooses the obstacle. The job runs a separate script, because the main guard and a notebook cell belong to a
+script. The mechanism is Python's, so the job needs no torch; the variant `dataloader` shows it in torch.
 """
 
 import ast
@@ -40,7 +40,7 @@ def collate(batch: List[List[int]], pad: int) -> List[List[int]]:
 
 
 class Records:
-    """A data set over an open file, as over an LMDB environment: each worker opens its own."""
+    """A dataset that reads an open file, or an LMDB environment: each worker opens the file for itself."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -91,7 +91,7 @@ import helpers
 def collate_of_script(batch):
     return helpers.collate(batch, 0)
 
-def rank(batch):  # as mp.spawn starts one: it starts a worker of its own, by what is the default there
+def rank(batch):  # a rank of mp.spawn: it starts a worker, with the start method `nested` or by default
     local = lambda batch: helpers.collate(batch, 0)
     workers = multiprocessing.get_context({nested!r})
     queue = workers.SimpleQueue()
@@ -121,7 +121,7 @@ if __name__ == '__main__':
 """
 LAMBDA = "lambda batch: helpers.collate(batch, 0)"
 PARTIAL = "functools.partial(helpers.collate, pad=0)"
-# why: what is handed over and how main is called, broken and mended
+# why: the function that the worker gets and the call of main, in the control and in the treatment
 WHYS = {
     "lambda": ((LAMBDA, GUARDED), (PARTIAL, GUARDED)),
     "local-function": (("local_collate", GUARDED), ("collate_of_script", GUARDED)),
@@ -133,15 +133,15 @@ WHYS = {
 
 
 def write_helpers(ctx: Context) -> None:
-    """The module that a worker imports: the functions above, and what goes wrong with them."""
+    """Writes the module that a worker imports: the functions above, and broken forms of them."""
     text = "\n\n".join([IMPORTS, inspect.getsource(collate), inspect.getsource(Records), HELPERS])
     (ctx.dir / "helpers.py").write_text(text)
 
 
 def start_worker(ctx: Context, *, portable: bool, why: str = "", fork: bool = False, nested: str = "") -> None:
-    """One script, which starts one worker. With `nested` this worker starts another one."""
+    """Runs a script that starts one worker. With `nested`, this worker starts another worker."""
     why = why or ctx.params["why"]
-    assert why in WHYS, "why is one of %s" % ", ".join(WHYS)
+    assert why in WHYS, "why must be one of %s" % ", ".join(WHYS)
     function, call = WHYS[why][portable]
     method = "fork" if fork else ctx.params["method"]
     if nested:
@@ -151,17 +151,22 @@ def start_worker(ctx: Context, *, portable: bool, why: str = "", fork: bool = Fa
     (ctx.dir / "train.py").write_text(text)
     write_helpers(ctx)
     ctx.reached()
-    source = ["-c", text] if why == "notebook" else ["train.py"]  # a cell is no file that a worker could import
+    source = ["-c", text] if why == "notebook" else ["train.py"]  # a worker cannot import a cell, which is not a file
     ended = subprocess.run([sys.executable, *source], stderr=subprocess.PIPE, text=True, timeout=30)
     if ended.returncode:
         raise RuntimeError(ended.stderr[-3000:])
 
 
-def hand_over(ctx: Context, *, leaves_file: bool) -> None:
-    """A data set with an open file goes to a worker."""
+def import_from(ctx: Context, name: str) -> Any:
+    """Imports a module that the job has written; a spawned worker finds it too, because it gets this path."""
+    sys.path.insert(0, str(ctx.dir))
+    return importlib.import_module(name)
+
+
+def send_dataset(ctx: Context, *, leaves_file: bool) -> None:
+    """Sends a dataset with an open file to a worker."""
     write_helpers(ctx)
-    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
-    helpers: Any = importlib.import_module("helpers")
+    helpers = import_from(ctx, "helpers")
     (ctx.dir / "records.txt").write_text("a\nb\n")
     records = (helpers.Records if leaves_file else helpers.CarelessRecords)(ctx.path("records.txt"))
     workers = multiprocessing.get_context(ctx.params["method"])
@@ -173,15 +178,14 @@ def hand_over(ctx: Context, *, leaves_file: bool) -> None:
     worker.join(10)
 
 
-def load(ctx: Context, *, portable: bool, method: str = "") -> None:
-    """The same in torch; the worker of the treatment has to import torch afresh."""
+def load(ctx: Context, *, portable: bool) -> None:
+    """A DataLoader with one worker, which imports torch again."""
     from torch.utils.data import DataLoader
 
     write_helpers(ctx)
-    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
-    collate = importlib.import_module("helpers").collate
+    collate = import_from(ctx, "helpers").collate
     data: Any = [[1], [2, 3]]
-    multiprocessing.set_start_method(method or ctx.params["method"], force=True)
+    multiprocessing.set_start_method(ctx.params["method"], force=True)
     ctx.reached()
     if portable:
         loader = DataLoader(data, batch_size=2, num_workers=1, collate_fn=functools.partial(collate, pad=0))
@@ -198,29 +202,28 @@ def padded(tokens, pad=None):
 """
 
 
-def set_global(ctx: Context, *, handed_over: bool) -> None:
-    """The program sets a global of the module that the worker imports; `handed_over`: the function gets the value."""
+def set_global(ctx: Context, *, passes_value: bool) -> None:
+    """The program sets a global of the module that the worker imports, or passes the value to the function."""
     (ctx.dir / "padding.py").write_text(PADDING)
-    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports it from there
-    padding: Any = importlib.import_module("padding")
+    padding = import_from(ctx, "padding")
     padding.PAD = 7
     ctx.reached()
     with multiprocessing.get_context(ctx.params["method"]).Pool(1) as workers:
-        result = workers.apply(functools.partial(padding.padded, pad=7) if handed_over else padding.padded, ([1],))
+        result = workers.apply(functools.partial(padding.padded, pad=7) if passes_value else padding.padded, ([1],))
     if result != [1, 7]:
-        raise Symptom("the worker pads with %d, the program has set 7" % result[1])
+        raise Symptom("the worker pads with %d, but the program has set 7" % result[1])
 
 
-HANDED = re.compile(r"(\w*collate\w*|worker_init\w*|target|initializer|\w*transform\w*)")
+PASSED = re.compile(r"(\w*collate\w*|worker_init\w*|target|initializer|\w*transform\w*)")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are lambdas or local functions handed to workers that this Python, or the user's code, does not fork?"""
+    """Does the code pass lambdas or local functions to workers that this Python, or the code, does not fork?"""
     code = params["code"]
     default = multiprocessing.get_all_start_methods()[0]
     message = f"Python {sys.version.split()[0]} starts processes with {default} by default"
     if code is None or not code.exists():
-        return unknown("no code was given to read" if code is None else f"there is no {code}", message)
+        return unknown("no code was named" if code is None else f"{code} does not exist", message)
     files = sorted(code.rglob("*.py")) if code.is_dir() else [code]
     end = time.monotonic() + 0.5
     result: List[str] = []
@@ -236,19 +239,19 @@ def check(params: Mapping[str, Any]) -> Finding:
             read += 1
         except (OSError, SyntaxError, ValueError, RecursionError):
             continue
-    message += f"; {read} of {len(files)} files were read" + (f", which name {', '.join(afresh)}" if afresh else "")
+    message += f"; kb read {read} of {len(files)} files" + (f", which name {', '.join(afresh)}" if afresh else "")
     if result and afresh:
         return exposed(message, *result[:10], advice="move them to the top level of a module, or use functools.partial")
     if result:
-        why = "forked workers get these without pickle; Python 3.14, or a library that spawns, does not fork"
+        why = "forked workers get these without pickle, but Python 3.14 and some libraries do not fork"
         return unknown(message, *result[:10], why)
     return unknown(
-        message, "no lambda or local function is seen handed to workers there; attributes of objects cannot be seen"
+        message, "kb sees no lambda or local function passed to workers; it cannot see attributes of objects"
     )
 
 
 def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Lambdas and local functions that are passed to a worker."""
+    """Lambdas and local functions that the code passes to a worker."""
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inner = {
         node.name
@@ -261,13 +264,13 @@ def unportable(tree: ast.AST) -> Iterator[Tuple[int, str]]:
             continue
         named = [(word.arg or "", word.value) for word in call.keywords]
         first = [("spawn", call.args[0])] if call.args and ast.unparse(call.func).endswith("mp.spawn") else []
-        for name, value in [*first, *[item for item in named if HANDED.fullmatch(item[0])]]:
+        for name, value in [*first, *[item for item in named if PASSED.fullmatch(item[0])]]:
             if isinstance(value, ast.Lambda) or (isinstance(value, ast.Name) and value.id in inner):
                 yield call.lineno, f"{name} is {'a lambda' if isinstance(value, ast.Lambda) else 'local: ' + value.id}"
 
 
 def stays_in_process(call: ast.Call) -> bool:
-    """A thread, or a DataLoader without workers, which is one without `num_workers`."""
+    """Whether the call makes a thread, or a DataLoader without workers: `num_workers` is 0 or missing."""
     name = ast.unparse(call.func).split(".")[-1]
     numbers = [word.value for word in call.keywords if word.arg in ("num_workers", None)]  # None: **options
     no_workers = all(isinstance(number, ast.Constant) and number.value == 0 for number in numbers)
@@ -280,8 +283,8 @@ MESSAGES = (
     r"|Can't get attribute '(collate_of_script' on <module '__main__'|inside' on <module '__mp_main__')"
     r"|module '(__main__' has no attribute 'collate_of_script'|__mp_main__' has no attribute 'inside')"
 )
-STUCK = "what the worker is to run lives where only its parent can see it"
-CARRIED = "the same function at the top level of a module that the worker imports"
+STUCK = "pickle cannot send the worker its function (--set why=...), which only the parent process can see"
+IMPORTED = "the function is at the top level of a module, which the worker imports"
 
 PLAIN = Needs(packages={}, memory_mib=256)
 
@@ -306,7 +309,7 @@ def pair(
 
 
 def load_after_deepspeed(ctx: Context, *, fork: bool) -> None:
-    """A loader that asks for no start method: DeepSpeed's import has chosen one."""
+    """The loader names no start method, and importing DeepSpeed has set one."""
     import deepspeed  # type: ignore[import-not-found]  # noqa: F401
     from torch.utils.data import DataLoader
 
@@ -316,51 +319,60 @@ def load_after_deepspeed(ctx: Context, *, fork: bool) -> None:
     assert list(DataLoader([3, 4], num_workers=1, collate_fn=lambda batch: batch)) == [[3], [4]]
 
 
-def plain(name: str, why: str, because: str, fix: str) -> Experiment:
+def obstacle(why: str, because: str, fix: str) -> Experiment:
     control, treatment = partial(start_worker, portable=False, why=why), partial(start_worker, portable=True, why=why)
-    return pair(name, control, treatment, because, fix)
+    return pair(why, control, treatment, because, fix)
 
 
 probe = Probe(
     check=check,
     params={
-        "why": Param("str", "what is in the way: %s" % ", ".join(WHYS), "lambda"),
-        "method": Param("str", "start method: spawn or forkserver", "spawn"),
-        "code": Param("path", "your training script, or a folder of Python files, to look for such functions"),
+        "why": Param("str", "why pickle fails: %s" % ", ".join(WHYS), "lambda"),
+        "method": Param("str", "start method of the worker: spawn or forkserver", "spawn"),
+        "code": Param("path", "your training script, or a folder of Python files, for the check"),
     },
     experiments=(
-        pair("python", partial(start_worker, portable=False), partial(start_worker, portable=True), STUCK, CARRIED),
+        pair("python", partial(start_worker, portable=False), partial(start_worker, portable=True), STUCK, IMPORTED),
     ),
     variants=(
-        plain("local-function", "local-function", "the function is defined inside another", CARRIED),
-        plain("lock", "lock", "the object holds a lock", "it leaves the lock behind"),
-        plain("no-main-guard", "no-main-guard", "the worker runs the script again", "the script has a main guard"),
-        plain("notebook", "notebook", "the function is in a cell", CARRIED),
-        plain(
+        obstacle(
+            "local-function", "the function is defined inside another function, so pickle cannot name it", IMPORTED
+        ),
+        obstacle(
+            "lock",
+            "the object holds a lock, which pickle refuses",
+            "__getstate__ of the object leaves the lock out",
+        ),
+        obstacle(
+            "no-main-guard",
+            "the script has no main guard, so the worker runs it again and tries to start a worker",
+            "the script has a main guard",
+        ),
+        obstacle("notebook", "the function is in a notebook cell, which the worker cannot import", IMPORTED),
+        obstacle(
             "inside-guard",
-            "inside-guard",
-            "the function is defined inside the main guard",
-            "a function of the same script, defined outside it",
+            "the function is defined inside the main guard, which the worker does not run",
+            "the function is defined in the same script, outside the main guard",
         ),
         pair(
             "open-file",
-            partial(hand_over, leaves_file=False),
-            partial(hand_over, leaves_file=True),
-            "the data set holds an open file",
-            "the file is left behind, and opened anew in the worker",
+            partial(send_dataset, leaves_file=False),
+            partial(send_dataset, leaves_file=True),
+            "the dataset holds an open file, which pickle refuses",
+            "__getstate__ of the dataset leaves the file out, and the worker opens it again",
         ),
         Experiment(
             name="global",
             control=Arm(
-                partial(set_global, handed_over=False),
-                expect=symptom("the worker pads with 0, the program has set 7"),
-                because="the worker imports the module anew, whose global has its first value there",
+                partial(set_global, passes_value=False),
+                expect=symptom("the worker pads with 0, but the program has set 7"),
+                because="the worker imports the module again, so the global has its initial value there",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(set_global, handed_over=True),
+                partial(set_global, passes_value=True),
                 expect=completed(),
-                because="functools.partial hands the value over",
+                because="functools.partial passes the value to the worker",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -372,22 +384,22 @@ probe = Probe(
             "fork",
             partial(start_worker, portable=False, why="lambda"),
             partial(start_worker, portable=False, why="lambda", fork=True),
-            "a lambda goes to a spawned worker",
-            "the worker is forked",
+            "the worker is spawned, so pickle must transfer a lambda",
+            "the worker is forked, so it gets the lambda without pickle",
         ),
         pair(
             "rank-of-spawn",
             partial(start_worker, portable=True, nested="default"),
             partial(start_worker, portable=True, nested="fork"),
-            "a rank that was spawned starts a worker by its default, which is spawn",
-            "its worker is forked",
+            "in a spawned rank the default start method is spawn, and the rank passes its worker a lambda",
+            "the rank forks its worker",
         ),
         pair(
             "dataloader",
             partial(load, portable=False),
             partial(load, portable=True),
-            "collate_fn is a lambda and the worker is spawned",
-            "collate_fn is a function of a module with functools.partial",
+            "collate_fn is a lambda, and the worker is spawned",
+            "collate_fn is functools.partial of a function that the worker imports",
             needs=Needs(),
         ),
         pair(
@@ -395,7 +407,7 @@ probe = Probe(
             partial(load_after_deepspeed, fork=False),
             partial(load_after_deepspeed, fork=True),
             "DeepSpeed 0.17.1 sets spawn when it is imported, and collate_fn is a lambda",
-            "the start method is set back after the import",
+            "the script sets the start method back to fork after the import",
             needs=Needs(packages={"torch": ">=2.1", "deepspeed": "==0.17.1"}),
         ),
     ),

@@ -7,11 +7,11 @@ import importlib
 import inspect
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from kb.packages import version
 from kb.probe import (
@@ -50,20 +50,20 @@ HINTS = {
     "no_cuda": "use_cpu",
     "group_by_length": 'train_sampling_strategy="group_by_length"',
 }
-OVERRIDDEN = ("compute_loss", "training_step", "log", "_get_train_sampler")  # the Trainer passes more than it did
-ASKED = 2048  # tokens
+OVERRIDDEN = ("compute_loss", "training_step", "log", "_get_train_sampler")  # newer Trainers pass more arguments
+LENGTH = 2048  # tokens
 
 
-def load(name: str) -> Any:
-    """The package, in a process that no launcher started: else TrainingArguments looks for a process group."""
+def import_library(name: str) -> Any:
+    """Imports a package without a launcher's variables, for which TrainingArguments would start a process group."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     return importlib.import_module(name)
 
 
 def make_arguments(ctx: Context, *, renamed: bool = False, asks: bool = False) -> None:
-    """The real TrainingArguments; `asks` is one script for releases before and after the renaming."""
-    TrainingArguments: Any = load("transformers").TrainingArguments  # noqa: N806
+    """The real TrainingArguments; with `asks`, the script works before and after the renaming."""
+    TrainingArguments: Any = import_library("transformers").TrainingArguments  # noqa: N806
     ctx.reached()
     when = "eval_strategy" if renamed else "evaluation_strategy"
     if asks:
@@ -74,8 +74,8 @@ def make_arguments(ctx: Context, *, renamed: bool = False, asks: bool = False) -
 
 
 def parse(ctx: Context, *, renamed: bool) -> None:
-    """A recipe in YAML or JSON, which comes as a dict."""
-    hf = load("transformers")
+    """The parser gets the dict of a YAML or JSON recipe."""
+    hf = import_library("transformers")
     ctx.reached()
     recipe = {"output_dir": ctx.path("out"), "use_cpu": True, "eval_steps": 5}
     recipe["eval_strategy" if renamed else "evaluation_strategy"] = "steps"
@@ -84,10 +84,10 @@ def parse(ctx: Context, *, renamed: bool) -> None:
 
 def fine_tune(ctx: Context, *, adapted: bool, argument: str) -> None:
     """The real SFTTrainer, with a tiny model."""
-    hf = load("transformers")
-    trl = load("trl")
-    tk = load("tokenizers")
-    rows = load("datasets").Dataset.from_list([{"answer": "a b </s>"}] * 2)
+    hf = import_library("transformers")
+    trl = import_library("trl")
+    tk = import_library("tokenizers")
+    rows = import_library("datasets").Dataset.from_list([{"answer": "a b </s>"}] * 2)
     plain = tk.Tokenizer(tk.models.WordLevel({"</s>": 0, "a": 1, "b": 2}, unk_token="a"))
     plain.pre_tokenizer = tk.pre_tokenizers.WhitespaceSplit()
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="</s>")
@@ -105,23 +105,20 @@ def fine_tune(ctx: Context, *, adapted: bool, argument: str) -> None:
 
 
 def set_length(ctx: Context, *, renamed: bool) -> None:
-    """The real SFTConfig, with a length of its own; the script leaves out what the class does not know."""
-    SFTConfig: Any = load("trl").SFTConfig  # noqa: N806
-    asked: Dict[str, Any] = {"max_length" if renamed else "max_seq_length": ASKED}
+    """The real SFTConfig with a length that is not its default; the script drops arguments that the class lacks."""
+    SFTConfig: Any = import_library("trl").SFTConfig  # noqa: N806
+    options: Dict[str, Any] = {"max_length" if renamed else "max_seq_length": LENGTH}
     known = inspect.signature(SFTConfig).parameters
-    asked = {name: value for name, value in asked.items() if name in known}
+    options = {name: value for name, value in options.items() if name in known}
     ctx.reached()
-    args = SFTConfig(output_dir=ctx.path("out"), use_cpu=True, bf16=False, **asked)
-    if args.max_length != ASKED:
-        raise Symptom(f"no error, and samples are cut at {args.max_length} tokens; {ASKED} were asked for")
+    args = SFTConfig(output_dir=ctx.path("out"), use_cpu=True, bf16=False, **options)
+    if args.max_length != LENGTH:
+        raise Symptom(f"SFTConfig raises no error and cuts samples at {args.max_length} tokens instead of {LENGTH}")
 
 
-def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool = True, accumulation: int = 1) -> None:
-    """The real Trainer, with a loss or step of one's own; the gradient of the only weight is 1 per micro-batch."""
+def build_model() -> Any:
+    """One weight; its gradient is 1 in each micro-batch."""
     import torch
-
-    hf = load("transformers")
-    Base: Any = hf.Trainer  # noqa: N806
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -131,8 +128,15 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
         def forward(self, x: Any, labels: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002
             return {"logits": self.weight * x}
 
-    def own_loss(outputs: Any, inputs: Any) -> Any:
-        return (outputs["logits"] * inputs["labels"]).mean()
+    return Model()
+
+
+def own_loss(outputs: Any, inputs: Any) -> Any:
+    return (outputs["logits"] * inputs["labels"]).mean()
+
+
+def trainer_classes(Base: Any) -> Dict[str, Any]:  # noqa: N803
+    """Trainers with a method of the script, in the form that transformers calls now, or that it called before 4.46."""
 
     class Loss(Base):  # type: ignore[misc]
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN003, ANN202, ARG002
@@ -157,14 +161,24 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
         def training_step(self, model: Any, inputs: Any) -> Any:
             return super().training_step(model, inputs)
 
+    return {"loss": Loss, "old loss": OldLoss, "mean": Undivided, "step": StepTrainer, "old step": OldStepTrainer}
+
+
+def train(
+    ctx: Context, *, fits: bool = True, overrides: str = "loss", says_mean: bool = True, accumulation: int = 1
+) -> None:
+    """The real Trainer with a compute_loss or training_step of the script."""
+    import torch
+
+    hf = import_library("transformers")
     plain = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "max_steps": 1, "max_grad_norm": 0.0}
     sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulation}
     args = hf.TrainingArguments(output_dir=ctx.path("out"), optim="sgd", learning_rate=1.0, **plain, **sizes)
     rows = [{"x": torch.ones(1), "labels": torch.ones(1)}] * accumulation
-    model = Model()
-    classes = {"loss": (OldLoss, Loss), "step": (OldStepTrainer, StepTrainer)}
-    chosen = classes[own][fits] if says_mean or accumulation == 1 else Undivided
-    trainer = chosen(model=model, args=args, train_dataset=rows)
+    model = build_model()
+    name = overrides if fits else "old " + overrides
+    trainer_class = trainer_classes(hf.Trainer)[name if says_mean else "mean"]
+    trainer = trainer_class(model=model, args=args, train_dataset=rows)
     ctx.reached()
     trainer.train()
     step = -model.weight.item()
@@ -172,8 +186,8 @@ def train(ctx: Context, *, fits: bool = True, own: str = "loss", says_mean: bool
         raise Symptom(f"the gradient is {step:.1f} with {accumulation} micro-batches, and 1.0 with one")
 
 
-def call(ctx: Context, *, renamed: bool) -> None:
-    """The same renaming, without transformers."""
+def call_dataclass(ctx: Context, *, renamed: bool) -> None:
+    """A dataclass with the renamed field, without transformers."""
 
     @dataclass
     class TrainingArguments:
@@ -181,49 +195,87 @@ def call(ctx: Context, *, renamed: bool) -> None:
         eval_strategy: str = "no"
 
     ctx.reached()
-    asked = {"eval_strategy" if renamed else "evaluation_strategy": "steps"}
-    assert TrainingArguments("out", **asked).eval_strategy == "steps"
+    options = {"eval_strategy" if renamed else "evaluation_strategy": "steps"}
+    assert TrainingArguments("out", **options).eval_strategy == "steps"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the installed release take the arguments that a script passes? Imports and runs nothing of either."""
+    """Do the installed releases accept the arguments that a script passes? Neither imports them nor runs the script."""
     script = params["script"]
     if script is None:
         return unknown("no script was named", advice="--set script=train.py")
     try:
         if not script.is_file() or script.stat().st_size > LARGEST_SCRIPT:
-            return unknown("%s is no file, or too large to be a script" % script)
+            return unknown("%s is not a file, or too large to be a script" % script)
         return judge(script, ast.parse(script.read_text(encoding="utf-8")))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return unknown("%s, or the source of a package, cannot be read: %r" % (script, error))
+        return unknown("kb cannot read %s, or the source of a package: %r" % (script, error))
 
 
 def judge(script: Path, tree: ast.Module) -> Finding:
     names, source = imported(tree), ast.unparse(tree)
-    fields: Dict[str, Set[str]] = {}  # of the script's own dataclasses
-    refused, judged, unseen = [], [], []
     if re.search(r"^\s*(import|from) unsloth\b", source, re.MULTILINE):
         return unknown("%s imports unsloth, which replaces the classes of trl" % script)
+    reading = Reading()
     if re.search(r"\b(HfArgumentParser|TrlParser)\b", source):
-        unseen.append("a parser fills the arguments, from a recipe or command line that cannot be seen here")
+        reading.unseen.append("a parser fills the arguments from a recipe or command line, which kb cannot see")
+    fields = read_classes(tree, names, reading)
+    read_calls(tree, names, fields, reading)
+    reading.unseen += handed_on(tree, names)
+    refused, compared, unseen = reading.refused, reading.compared, reading.unseen
+    if refused and re.search(r"__version__|\bsignature\(|\bversion\(|\bTypeError\b", source):
+        return unknown("the script looks at releases, so these lines may not run:", *refused, *compared)
+    if refused:
+        advice = "rename or move the arguments as in Fix 1 of the entry, do not delete them; see Fix 4 for a method"
+        return exposed(*refused, *compared, advice=advice)
+    if unseen or not compared:
+        return unknown(*(unseen or ["kb found no call of a class imported from transformers or trl"]), *compared)
+    return clear(*compared, "these classes accept all keywords; kb did not read other files of the program")
+
+
+@dataclass
+class Reading:
+    """Findings about a script: refused arguments, the calls that kb compared, and what kb cannot see."""
+
+    refused: List[str] = field(default_factory=list)
+    compared: List[str] = field(default_factory=list)
+    unseen: List[str] = field(default_factory=list)
+
+
+def read_classes(tree: ast.Module, names: Dict[str, Tuple[str, str]], reading: Reading) -> Dict[str, Set[str]]:
+    """Adds the subclasses of the script to `names`; returns the fields that they add as dataclasses."""
+    fields: Dict[str, Set[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in names for base in node.bases):
             bases = [ast.unparse(base) for base in node.bases]
             base = next(names[name] for name in bases if name in names)
-            own = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-            if {"__init__", "__new__"} & set(own) or not all(name in names for name in bases):
-                unseen.append("line %d: what %s takes is decided elsewhere" % (node.lineno, node.name))
+            methods = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
+            if {"__init__", "__new__"} & set(methods) or not all(name in names for name in bases):
+                reading.unseen.append("line %d: kb cannot see which arguments %s takes" % (node.lineno, node.name))
                 names.pop(node.name, None)
             else:
                 fields[node.name] = annotated(node).union(*(fields.get(name, set()) for name in bases))
                 names[node.name] = base
-            for name in [name for name in OVERRIDDEN if name in own and base[1].endswith("Trainer")]:
-                theirs = method(("transformers", "Trainer"), name)
-                if theirs is None:
-                    unseen.append("line %d: how %s is called was not found" % (own[name].lineno, name))
-                elif takes_less(own[name], theirs):
-                    where = (own[name].lineno, name, "transformers %s" % version("transformers"))
-                    refused.append("line %d: %s takes fewer arguments than %s passes" % where)
+            if base[1].endswith("Trainer"):
+                read_overrides(methods, reading)
+    return fields
+
+
+def read_overrides(methods: Mapping[str, ast.FunctionDef], reading: Reading) -> None:
+    """Compares the methods of a trainer of the script with the installed Trainer, which calls them."""
+    for name in [name for name in OVERRIDDEN if name in methods]:
+        theirs = method(("transformers", "Trainer"), name)
+        if theirs is None:
+            reading.unseen.append("line %d: kb did not find how %s is called" % (methods[name].lineno, name))
+        elif takes_less(methods[name], theirs):
+            where = (methods[name].lineno, name, "transformers %s" % version("transformers"))
+            reading.refused.append("line %d: %s takes fewer arguments than %s passes" % where)
+
+
+def read_calls(
+    tree: ast.Module, names: Mapping[str, Tuple[str, str]], fields: Mapping[str, Set[str]], reading: Reading
+) -> None:
+    """Compares the keywords of each call with those that the installed class takes."""
     for node in ast.walk(tree):
         target = names.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
         if not isinstance(node, ast.Call) or target is None:
@@ -231,53 +283,41 @@ def judge(script: Path, tree: ast.Module) -> Finding:
         package, name = target
         known = arguments(package, name)
         if known is None:
-            unseen.append("line %d: what %s of %s takes was not found" % (node.lineno, name, package))
+            reading.unseen.append("line %d: kb did not find the arguments of %s in %s" % (node.lineno, name, package))
             continue
         known = known | fields.get(ast.unparse(node.func), set())
-        judged.append("line %d: %s of %s" % (node.lineno, name, f"{package} {version(package)}".strip()))
+        reading.compared.append("line %d: %s of %s" % (node.lineno, name, f"{package} {version(package)}".strip()))
         for keyword in node.keywords:
             if keyword.arg is None:
-                unseen.append("line %d: %s gets ** that cannot be seen here" % (node.lineno, name))
+                reading.unseen.append("line %d: kb cannot see what ** passes to %s" % (node.lineno, name))
             elif keyword.arg not in known:
                 hint = HINTS.get(keyword.arg, "renamed, moved or removed")
-                refused.append("line %d: %s takes no %s (%s)" % (node.lineno, name, keyword.arg, hint))
-    unseen += handed_on(tree, names)
-    if refused and re.search(r"__version__|\bsignature\(|\bversion\(|\bTypeError\b", source):
-        return unknown("the script looks at releases, so these lines may not run:", *refused, *judged)
-    if refused:
-        return exposed(
-            *refused,
-            *judged,
-            advice="Fix 1 of the entry: rename or move them, do not delete them; for a method of yours Fix 4",
-        )
-    if unseen or not judged:
-        return unknown(*(unseen or ["no call of a class imported from transformers or trl was found"]), *judged)
-    return clear(*judged, "all their keywords are taken; other files of the program were not read")
+                reading.refused.append("line %d: %s takes no %s (%s)" % (node.lineno, name, keyword.arg, hint))
 
 
 def handed_on(tree: ast.Module, names: Mapping[str, Tuple[str, str]]) -> Iterator[str]:
-    """Uses of the classes that are no call, base or annotation, and imports under names that are not followed."""
+    """Uses of the classes other than calls, bases and annotations, and imports that kb does not follow."""
     followed: Set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             followed.add(node.func)
         elif isinstance(node, ast.ClassDef):
             followed.update(node.bases)
-        for field in ("annotation", "returns"):
-            if isinstance(getattr(node, field, None), ast.AST):
-                followed.update(ast.walk(getattr(node, field)))
+        for part in ("annotation", "returns"):
+            if isinstance(getattr(node, part, None), ast.AST):
+                followed.update(ast.walk(getattr(node, part)))
     for node in ast.walk(tree):
         if node not in followed and dotted(node) in names:
-            yield "line %d: a class is handed on, and may be called elsewhere" % getattr(node, "lineno", 0)
+            yield "line %d: the script passes a class on, so other code may call it" % getattr(node, "lineno", 0)
         elif isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names if alias.name.partition(".")[0] in FILES]
-            yield from ("line %d: %s is not followed" % (node.lineno, name) for name in modules if "." in name)
+            yield from ("line %d: kb does not follow %s" % (node.lineno, name) for name in modules if "." in name)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-            yield "line %d: what * brings is not followed" % node.lineno
+            yield "line %d: kb does not follow import *" % node.lineno
 
 
 def dotted(node: ast.AST) -> str:
-    """`name` or `module.name`, empty for anything else."""
+    """Returns `name` or `module.name`, or an empty string for any other expression."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return "%s.%s" % (node.value.id, node.attr)
     return node.id if isinstance(node, ast.Name) else ""
@@ -290,7 +330,7 @@ def annotated(node: ast.ClassDef) -> Set[str]:
 
 
 def takes_less(own: ast.FunctionDef, theirs: ast.FunctionDef) -> bool:
-    """Whether a method that a script overrides lacks a parameter of the installed Trainer, which passes them all."""
+    """Whether a method of a script lacks a parameter that the method of the installed Trainer has."""
     if own.args.kwarg if own.name == "compute_loss" else own.args.vararg:
         return False
     return len(own.args.args) + len(own.args.kwonlyargs) < len(theirs.args.args)
@@ -303,7 +343,7 @@ def method(target: Tuple[str, str], name: str) -> Optional[ast.FunctionDef]:
 
 
 def imported(tree: ast.Module) -> Dict[str, Tuple[str, str]]:
-    """What a script calls the trainers, arguments and configs of transformers and trl: to package and class."""
+    """The classes of transformers and trl that a script uses: from their name there to the package and class."""
     relevant = re.compile(r"(Trainer|TrainingArguments|Config)$")
     names: Dict[str, Tuple[str, str]] = {}
     plain = [alias for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
@@ -325,7 +365,7 @@ def has_class(package: str, name: str, relevant: Any) -> bool:
 
 
 def definition(package: str, name: str) -> Optional[ast.ClassDef]:
-    """The class in the source of the installed package, or of transformers, on which trl builds."""
+    """The class in the source of the installed package, or else of transformers, on which trl builds."""
     for place in dict.fromkeys((package, "transformers")):
         spec = find_spec(place)
         for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -338,7 +378,7 @@ def definition(package: str, name: str) -> Optional[ast.ClassDef]:
 
 
 def arguments(package: str, name: str) -> Optional[Set[str]]:
-    """The keywords that a class takes, those of its bases and deprecated ones too; None where that cannot be said."""
+    """The keywords that a class takes, including those of its bases and deprecated ones; None if kb cannot tell."""
     found = definition(package, name)
     if found is None:
         return None
@@ -389,35 +429,61 @@ LOSS: Dict[str, str] = {"torch": ">=2.1", "transformers": ">=4.57", "accelerate"
 TRL: Dict[str, str] = {"torch": ">=2.1", "trl": ">=0.20", "datasets": "", "tokenizers": ""}
 REFUSED = refuses("evaluation_strategy", "TrainingArguments")
 REFUSED_BY_PARSER = raised(r"Some keys are not used by the HfArgumentParser: \['evaluation_strategy'\]")
-CUT = symptom(r"no error, and samples are cut at 1024 tokens; 2048 were asked for")
+CUT = symptom(r"SFTConfig raises no error and cuts samples at 1024 tokens instead of 2048")
 LACKS_COUNT = raised(r"compute_loss\(\) got an unexpected keyword argument 'num_items_in_batch'")
 LACKS_ARGUMENT = raised(r"training_step\(\) takes 3 positional arguments but 4 were given")
 GROWN = symptom(r"the gradient is 4\.0 with 4 micro-batches, and 1\.0 with one")
-DATACLASS = "transformers: a dataclass of two fields with the same name refuses the same argument"
-# What each control does, and what its treatment does instead.
-OLD_NAME = ("evaluation_strategy, which transformers 4.51 removed", "eval_strategy")
+DATACLASS = "transformers; a dataclass of the same name with two fields refuses the same argument"
+# `because` of each control arm and of its treatment arm.
+OLD_NAME = (
+    "the script passes evaluation_strategy, which transformers 4.51 removed",
+    "the script passes eval_strategy, the new name",
+)
 ASKS = (OLD_NAME[0], "the script asks the class which of the two names it has")
-RECIPE = ("a recipe with the old name", "a recipe with the new name")
-TOKENIZER = ("tokenizer, which SFTTrainer of trl 0.16 and newer does not take", "processing_class")
-MOVED = ("dataset_text_field goes to SFTTrainer, which does not take it since trl 0.13", "it goes to SFTConfig")
-FILTERED = ("the script leaves out what the class does not know", "max_length is known, and stays")
-OWN_LOSS = ("a compute_loss of one's own, in the form that it had before 4.46", "it takes what the Trainer gives it")
-OWN_STEP = (
-    "a training_step of one's own, in the form that it had before 4.46",
-    "it hands on what it is given",
+RECIPE = (
+    "the recipe has the old name evaluation_strategy, which the parser rejects",
+    "the recipe has the new name eval_strategy",
+)
+TOKENIZER = (
+    "the script passes tokenizer, which SFTTrainer does not take since trl 0.16",
+    "the script passes processing_class, the new name",
+)
+MOVED = (
+    "the script passes dataset_text_field to SFTTrainer, which does not take it since trl 0.13",
+    "the script passes dataset_text_field to SFTConfig",
+)
+FILTERED = (
+    "the script drops arguments that SFTConfig lacks, and so loses max_seq_length",
+    "SFTConfig has the new name max_length, so the script keeps it",
+)
+OLD_LOSS = (
+    "the compute_loss of the script lacks num_items_in_batch, which the Trainer passes since 4.46",
+    "the compute_loss of the script takes **kwargs",
+)
+OLD_STEP = (
+    "the training_step of the script lacks the argument that the Trainer passes since 4.46",
+    "the training_step of the script takes all arguments and passes them on",
 )
 MEAN = (
-    "compute_loss returns a mean and the forward takes **kwargs: nothing divides by the accumulation",
-    "model_accepts_loss_kwargs is False: the Trainer divides",
+    "compute_loss returns a mean and forward takes **kwargs, so nothing divides by the accumulation steps",
+    "model_accepts_loss_kwargs is False, so the Trainer divides by the accumulation steps",
 )
 NAMED, FIELD = partial(fine_tune, argument="tokenizer"), partial(fine_tune, argument="dataset_text_field")
 
 probe = Probe(
     check=check,
-    params={"script": Param("path", "a training script, which is read and not run")},
+    params={"script": Param("path", "your training script; the check reads it and does not run it")},
     experiments=(
         arms("transformers", make_arguments, "renamed", REFUSED, OLD_NAME, HF),
-        arms("call", call, "renamed", refuses("evaluation_strategy", r"\S*TrainingArguments"), OLD_NAME, {}, DATACLASS),
+        arms(
+            "call",
+            call_dataclass,
+            "renamed",
+            refuses("evaluation_strategy", r"\S*TrainingArguments"),
+            OLD_NAME,
+            {},
+            DATACLASS,
+        ),
     ),
     variants=(
         arms("either-release", make_arguments, "asks", REFUSED, ASKS, HF),
@@ -425,8 +491,8 @@ probe = Probe(
         arms("tokenizer", NAMED, "adapted", refuses("tokenizer", "SFTTrainer"), TOKENIZER, TRL),
         arms("moved", FIELD, "adapted", refuses("dataset_text_field", "SFTTrainer"), MOVED, TRL),
         arms("filtered", set_length, "renamed", CUT, FILTERED, TRL),
-        arms("compute-loss", train, "fits", LACKS_COUNT, OWN_LOSS, LOSS),
-        arms("training-step", partial(train, own="step"), "fits", LACKS_ARGUMENT, OWN_STEP, LOSS),
+        arms("compute-loss", train, "fits", LACKS_COUNT, OLD_LOSS, LOSS),
+        arms("training-step", partial(train, overrides="step"), "fits", LACKS_ARGUMENT, OLD_STEP, LOSS),
         arms("accumulated", partial(train, accumulation=4), "says_mean", GROWN, MEAN, LOSS),
     ),
 )
