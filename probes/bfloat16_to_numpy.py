@@ -1,4 +1,4 @@
-"""NumPy has no bfloat16: a tensor of it has to become float32, or its bits integers, before it becomes an array."""
+"""NumPy has no bfloat16, so a bfloat16 tensor must become float32, or its bits integers, before it becomes an array."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def to_numpy(t):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
     return t.numpy()
 
 
-array_of: Any = to_numpy  # above as the entry has it, without annotations
+array_of: Any = to_numpy  # the entry prints the function without annotations
 
 
 def numbers(*values: float) -> Any:
-    """A tensor of bfloat16, where torch can reach NumPy at all."""
+    """A bfloat16 tensor; raises `Unavailable` if this torch cannot use NumPy."""
     import torch
 
     try:
@@ -32,7 +32,7 @@ def numbers(*values: float) -> Any:
 
 
 def evaluate(ctx: Context, *, convert: bool) -> None:
-    """The predictions of all ranks are gathered, and rank 0 makes an array of them for its metric."""
+    """Gathers the predictions of all ranks; rank 0 converts them to an array for its metric."""
     import torch
 
     numbers()
@@ -40,11 +40,11 @@ def evaluate(ctx: Context, *, convert: bool) -> None:
     model = torch.nn.Linear(4, 3).bfloat16()
     with torch.no_grad():
         logits = model(torch.ones(2, 4, dtype=torch.bfloat16))
-    everyone = [torch.zeros_like(logits) for _ in range(ctx.world_size)]
-    dist.all_gather(everyone, logits)
+    gathered = [torch.zeros_like(logits) for _ in range(ctx.world_size)]
+    dist.all_gather(gathered, logits)
     ctx.reached()
     if ctx.rank == 0:
-        predictions = torch.cat(everyone)
+        predictions = torch.cat(gathered)
         array = array_of(predictions) if convert else predictions.cpu().numpy()
         assert array.dtype.name == "float32" and array.shape == (2 * ctx.world_size, 3), array
         assert (array == predictions.double().numpy()).all()
@@ -52,8 +52,8 @@ def evaluate(ctx: Context, *, convert: bool) -> None:
     dist.barrier()
 
 
-def ask(ctx: Context, *, way: str) -> None:
-    """What people write instead."""
+def make_array(ctx: Context, *, way: str) -> None:
+    """Converts a tensor in the ways that people write instead of to_numpy, or with to_numpy."""
     import numpy as np
     import torch
 
@@ -78,7 +78,7 @@ def ask(ctx: Context, *, way: str) -> None:
 
 
 def as_float(ctx: Context, *, way: str) -> None:
-    """Numbers of a range that bfloat16 has, and float16 has not."""
+    """Converts numbers that bfloat16 can represent but float16 cannot."""
     t = numbers(70144.0, 2.0**-30)
     ctx.reached()
     array = t.half().numpy() if way == "half" else t.float().numpy()
@@ -87,7 +87,7 @@ def as_float(ctx: Context, *, way: str) -> None:
 
 
 def add(ctx: Context, *, way: str) -> None:
-    """A sum of losses, which becomes an array at its end."""
+    """Adds losses, and converts the sum to an array."""
     total = numbers(0.0)
     loss = numbers(1.0)
     ctx.reached()
@@ -99,7 +99,7 @@ def add(ctx: Context, *, way: str) -> None:
 
 
 def keep_bits(ctx: Context, *, way: str) -> None:
-    """Activations or weights are to be stored as they are, in 2 bytes, and read again."""
+    """Stores activations or weights in 2 bytes per number without changing them, and reads them back."""
     import torch
 
     t = numbers(1.0, -3.0, 70144.0)
@@ -110,7 +110,7 @@ def keep_bits(ctx: Context, *, way: str) -> None:
 
 
 def load_file(ctx: Context, *, way: str) -> None:
-    """A file of bfloat16 weights is read without torch's loader, or with it."""
+    """Reads a file of bfloat16 weights with safetensors.numpy or with safetensors.torch."""
     import safetensors.numpy as through_numpy  # type: ignore[import-not-found]
     import safetensors.torch as through_torch  # type: ignore[import-not-found]
 
@@ -125,7 +125,7 @@ def load_file(ctx: Context, *, way: str) -> None:
 
 
 def train(ctx: Context, *, way: str) -> None:
-    """The Trainer evaluates a model of bfloat16; with `batch_eval_metrics` compute_metrics gets tensors."""
+    """The Trainer evaluates a bfloat16 model; with `batch_eval_metrics`, compute_metrics receives tensors."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # type: ignore
 
@@ -154,7 +154,7 @@ def train(ctx: Context, *, way: str) -> None:
 
 
 def load_model(ctx: Context, *, dtype: str | None) -> None:
-    """A checkpoint of bfloat16 is loaded with no word about dtypes, or with one."""
+    """Loads a bfloat16 checkpoint with or without the argument dtype."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -169,11 +169,11 @@ def load_model(ctx: Context, *, dtype: str | None) -> None:
 
 
 UNSUPPORTED = r"Got unsupported ScalarType BFloat16"
-CONVERTED = "to_numpy makes float32 of it first"
+CONVERTED = "to_numpy converts the tensor to float32 first"
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: tuple[str, str], **options: Any) -> Experiment:
-    """One option is the keyword in which the arms differ: its value in the control arm, and in the treatment."""
+    """The remaining option is the argument in which the arms differ, with its values in control and treatment."""
     needs = {"torch": ">=2.1", "numpy": "", **options.pop("needs", {})}
     size = options.pop("world_size", 1)
     [(key, values)] = options.items()
@@ -189,35 +189,64 @@ def pair(name: str, job: Callable[..., None], expect: Expect, because: tuple[str
     )
 
 
-BATCHES = {"transformers": ">=4.42", "accelerate": ">=0.30"}
-FIVE = {"transformers": ">=5.0", "torch": ">=2.4"}
-FILE = {"safetensors": ">=0.4"}
+BATCH_METRICS = {"transformers": ">=4.42", "accelerate": ">=0.30"}
+TRANSFORMERS_5 = {"transformers": ">=5.0", "torch": ">=2.4"}
+SAFETENSORS = {"safetensors": ">=0.4"}
 NO_TYPE = raised(r"data type 'bfloat16' not understood")
 RAISES = raised(UNSUPPORTED)
 FLOAT8 = raised(r"Got unsupported ScalarType Float8_e5m2")
 INFINITE = symptom(r"\[70144\.0, 9\.\d+e-10\] became \[inf, 0\.0\]")
 STUCK = symptom(r"the sum of 1000 losses of 1\.0 is 256\.0")
-GATHERED = ("rank 0 makes an array of what was gathered", CONVERTED)
-SCALARS = ("np.mean of losses", "np.mean of their item()")
-HALF = ("half() before numpy()", "float() before numpy()")
-READ = ("safetensors.numpy reads a file of bfloat16", "safetensors.torch reads it, to_numpy converts")
-TENSORS = "batch_eval_metrics: compute_metrics gets tensors"
-ARRAYS = (TENSORS, "without it the Trainer converts, and it gets arrays")
-AUTO = ("transformers 5 loads in the dtype of the checkpoint", "it is loaded in float32")
+GATHERED = ("rank 0 calls numpy() on the gathered bfloat16 tensors", CONVERTED)
+SCALARS = ("np.mean gets a list of bfloat16 tensors", "np.mean gets a list of Python floats, from item()")
+HALF = ("half() turns a large number into inf and a small one into 0", "float() keeps every number")
+READ = ("safetensors.numpy cannot read bfloat16 weights", "safetensors.torch reads them, and to_numpy converts them")
+TENSORS = "with batch_eval_metrics, compute_metrics receives bfloat16 tensors and calls numpy()"
+ARRAYS = (TENSORS, "without batch_eval_metrics, the Trainer passes float32 arrays to compute_metrics")
+DTYPE = (
+    "transformers 5 loads the model in the dtype of the checkpoint, bfloat16",
+    'dtype="float32" loads the model in float32',
+)
 
 probe = Probe(
     experiments=(pair("evaluation", evaluate, RAISES, GATHERED, world_size=2, convert=(False, True)),),
     variants=(
-        pair("force", ask, RAISES, ("numpy(force=True)", CONVERTED), way=("force", "float")),
-        pair("dtype", ask, RAISES, ("np.asarray(t, dtype=np.float32)", CONVERTED), way=("dtype", "float")),
-        pair("scalars", ask, RAISES, SCALARS, way=("mean", "items")),
-        pair("float8", ask, FLOAT8, ("a tensor of float8", CONVERTED), way=("float8", "float8, converted")),
+        pair(
+            "force",
+            make_array,
+            RAISES,
+            ("numpy(force=True) does not convert bfloat16", CONVERTED),
+            way=("force", "float"),
+        ),
+        pair(
+            "dtype",
+            make_array,
+            RAISES,
+            ("np.asarray(t, dtype=np.float32) calls numpy() first", CONVERTED),
+            way=("dtype", "float"),
+        ),
+        pair("scalars", make_array, RAISES, SCALARS, way=("mean", "items")),
+        pair(
+            "float8", make_array, FLOAT8, ("NumPy has no float8 either", CONVERTED), way=("float8", "float8, converted")
+        ),
         pair("float16", as_float, INFINITE, HALF, way=("half", "float")),
-        pair("sum", add, STUCK, ("losses are added in bfloat16", "each is made float32"), way=("bfloat16", "float")),
-        pair("bits", keep_bits, RAISES, ("an array of it", "an array of its bits"), way=("array", "bits")),
-        pair("safetensors", load_file, NO_TYPE, READ, needs=FILE, way=("numpy", "torch")),
-        pair("batch-metrics", train, RAISES, (TENSORS, CONVERTED), needs=BATCHES, way=("tensors", "converted")),
-        pair("trainer-arrays", train, RAISES, ARRAYS, needs=BATCHES, way=("tensors", "arrays")),
-        pair("loaded-dtype", load_model, RAISES, AUTO, needs=FIVE, dtype=(None, "float32")),
+        pair(
+            "sum",
+            add,
+            STUCK,
+            ("the sum in bfloat16 stops growing at 256", "float() converts each loss before the addition"),
+            way=("bfloat16", "float"),
+        ),
+        pair(
+            "bits",
+            keep_bits,
+            RAISES,
+            ("the job calls numpy() on the bfloat16 tensor", "view(torch.int16) gives NumPy the bits of the tensor"),
+            way=("array", "bits"),
+        ),
+        pair("safetensors", load_file, NO_TYPE, READ, needs=SAFETENSORS, way=("numpy", "torch")),
+        pair("batch-metrics", train, RAISES, (TENSORS, CONVERTED), needs=BATCH_METRICS, way=("tensors", "converted")),
+        pair("trainer-arrays", train, RAISES, ARRAYS, needs=BATCH_METRICS, way=("tensors", "arrays")),
+        pair("loaded-dtype", load_model, RAISES, DTYPE, needs=TRANSFORMERS_5, dtype=(None, "float32")),
     ),
 )

@@ -1,4 +1,4 @@
-"""The loader spreads one copy of a model over all visible devices; data parallelism wants a whole copy per rank."""
+"""The loader spreads one copy of a model over all visible devices, but data parallelism needs a whole copy per rank."""
 
 import os
 from functools import partial
@@ -8,11 +8,11 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 REFUSED = r"You can't train a model that has been loaded with `device_map='auto'` in any distributed mode"
 TWO_TYPES = r"input module must be on the same type of devices, but input module parameters locate in \{'\w+', '\w+'\}"
-ONE_LINE = r"device_ids and output_device arguments only work with single-device/multiple-device GPU modules"
+ONE_DEVICE = r"device_ids and output_device arguments only work with single-device/multiple-device GPU modules"
 
 
 def wrap(ctx: Context, *, split: bool) -> None:
-    """Two layers on one device or on two, in DDP: the second GPU, or the meta device where there is none."""
+    """Two layers in DDP, on one or two devices; the other device is the second GPU, or meta without GPUs."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -28,14 +28,14 @@ def wrap(ctx: Context, *, split: bool) -> None:
     assert all(weight.grad is not None and weight.device == here for weight in model.parameters())
 
 
-def launched(ctx: Context, processes: int) -> None:
-    """The variables of torchrun by which accelerate recognises a distributed run."""
+def set_launcher_variables(ctx: Context, processes: int) -> None:
+    """Sets the variables of torchrun by which accelerate recognises a distributed job."""
     rank, size = str(ctx.rank), str(processes)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
 
 
 def load(ctx: Context, device_map: Any) -> Any:
-    """What from_pretrained does with a device map: weights are placed, hooks attached."""
+    """Places the weights and attaches hooks, as from_pretrained does with a device map."""
     import torch
     from accelerate import dispatch_model  # type: ignore[import-not-found]
 
@@ -45,7 +45,7 @@ def load(ctx: Context, device_map: Any) -> Any:
 
 
 def train(model: Any) -> None:
-    """Accelerator.prepare, as the Trainer and own scripts call it, and a step. Every weight must get a gradient."""
+    """Calls Accelerator.prepare, as the Trainer does, and runs a step. Every weight must get a gradient."""
     import torch
     from accelerate import Accelerator
 
@@ -53,25 +53,27 @@ def train(model: Any) -> None:
     model = accelerator.prepare(model)
     loss = model(torch.ones(2, 4, device=accelerator.device)).sum()
     accelerator.backward(loss)
-    still = sum(weight.grad is None for weight in model.parameters())
-    if still:
-        raise Symptom("no error, and %d of %d weights got no gradient" % (still, len(list(model.parameters()))))
+    without_gradient = sum(weight.grad is None for weight in model.parameters())
+    if without_gradient:
+        raise Symptom(
+            "%d of %d weights got no gradient, without an error" % (without_gradient, len(list(model.parameters())))
+        )
 
 
 def prepare(ctx: Context, *, device_map: Any) -> None:
-    """Two ranks, each with a model that was loaded with this map."""
+    """Two ranks, each of which loads a model with this map."""
     ctx.init_process_group(timeout_s=20)
-    launched(ctx, ctx.world_size)
+    set_launcher_variables(ctx, ctx.world_size)
     model = load(ctx, device_map)
     ctx.reached()
     train(model)
 
 
 def prepare_alone(ctx: Context, *, under_torchrun: bool = False, last: str = "cpu") -> None:
-    """One process and a map of two entries; the launcher's variables are there or are not."""
+    """One process and a map of two entries, with or without the variables of torchrun."""
     if under_torchrun:
         ctx.init_process_group(timeout_s=20)
-        launched(ctx, 1)
+        set_launcher_variables(ctx, 1)
     else:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
@@ -81,7 +83,7 @@ def prepare_alone(ctx: Context, *, under_torchrun: bool = False, last: str = "cp
 
 
 def prepare_part(ctx: Context, *, part_map: Any) -> None:
-    """The model itself was loaded without a map; the tower inside it was not."""
+    """The job loads only the tower inside the model with a map."""
     import torch
 
     class Captioner(torch.nn.Module):  # type: ignore[misc]
@@ -94,14 +96,14 @@ def prepare_part(ctx: Context, *, part_map: Any) -> None:
             return self.head(self.tower(pixels))
 
     ctx.init_process_group(timeout_s=20)
-    launched(ctx, ctx.world_size)
+    set_launcher_variables(ctx, ctx.world_size)
     model = Captioner()
     ctx.reached()
     train(model)
 
 
-def step(ctx: Context, *, follows: bool) -> None:
-    """One process, the layers on two devices; the labels stay where the batch was put, or follow the logits."""
+def step(ctx: Context, *, moves_labels: bool) -> None:
+    """One process with layers on two devices; the labels stay with the batch or move to the logits."""
     import torch
     from torch import nn
 
@@ -110,15 +112,16 @@ def step(ctx: Context, *, follows: bool) -> None:
     body, head = nn.Linear(4, 4, device=here), nn.Linear(4, 3, device=other)
     inputs, labels = torch.ones(2, 4, device=here), torch.tensor([0, 2], device=here)
     ctx.reached()
-    logits = head(body(inputs).to(other))  # a hook moves the input of a layer like this
-    if follows:
+    logits = head(body(inputs).to(other))  # a hook moves the input of a layer in the same way
+    if moves_labels:
         labels = labels.to(logits.device)
     loss = nn.functional.cross_entropy(logits, labels)
     assert loss.device == other and loss.requires_grad
 
 
-SPLIT, WHOLE = "the layers are on two devices", "the whole copy is on the device of its rank"
-SECOND_DEVICE = "two GPUs: the second device is meta, which holds no values and has messages of its own"
+SPLIT = "the layers of one model copy are on two devices, which DDP rejects"
+WHOLE = "each rank has its whole copy on one device"
+SECOND_DEVICE = "two GPUs; the second device is meta, which stores no values and prints different messages"
 
 
 def pair(
@@ -131,7 +134,7 @@ def pair(
     ranks: int = 2,
     stands_for: str = "",
 ) -> Experiment:
-    """`keyword` has the first of `values` in the control arm and the second in the treatment."""
+    """`keyword` has the first of `values` in the control arm and the second in the treatment arm."""
     fidelity = "stand-in" if stands_for else "cpu"
     control, treatment = (partial(job, **{keyword: value}) for value in values)
     accelerate = {} if stands_for else {"accelerate": ">=1.0"}
@@ -150,16 +153,19 @@ gloo = pair("gloo", wrap, "split", (True, False), raised(TWO_TYPES), (SPLIT, WHO
 labels = pair(
     "labels",
     step,
-    "follows",
+    "moves_labels",
     (False, True),
     raised(r"is not on the expected device|Expected all tensors to be on the same device"),
-    ("the labels are on the first device, the logits on the last", "the labels follow the logits"),
+    (
+        "the labels are on the first device, but the logits are on the last",
+        "the job moves the labels to the device of the logits",
+    ),
     ranks=1,
     stands_for=SECOND_DEVICE,
 )
 
 probe = Probe(
-    experiments=(gloo.on_gpus(expect=raised(ONE_LINE)), gloo),
+    experiments=(gloo.on_gpus(expect=raised(ONE_DEVICE)), gloo),
     variants=(
         pair(
             "accelerate",
@@ -167,7 +173,7 @@ probe = Probe(
             "device_map",
             ({"0": "cpu", "1": "disk"}, {"": "cpu"}),
             raised(REFUSED),
-            ("accelerate dispatched the layers to two devices", "the map has one entry, the device of the rank"),
+            ("the map puts the layers on two devices", "the map has one entry, the device of the rank"),
         ),
         pair(
             "entries",
@@ -175,7 +181,10 @@ probe = Probe(
             "device_map",
             ({"0": "cpu", "1": "cpu"}, {"": "cpu"}),
             raised(REFUSED),
-            ("two entries of the map name one device", "the same placement in one entry"),
+            (
+                "the map has two entries, although both name the same device",
+                "the map has one entry for the same placement",
+            ),
         ),
         pair(
             "part",
@@ -183,7 +192,7 @@ probe = Probe(
             "part_map",
             ({"0": "cpu", "1": "disk"}, {"": "cpu"}),
             raised(REFUSED),
-            ("a part of the model was dispatched to two devices", "the part is whole"),
+            ("the map puts a part of the model on two devices", "the map puts the whole part on one device"),
         ),
         pair(
             "one-process",
@@ -191,7 +200,10 @@ probe = Probe(
             "under_torchrun",
             (True, False),
             raised(REFUSED),
-            ("one process, with the variables of torchrun", "one process without them"),
+            (
+                "a single process has the variables of torchrun, so accelerate takes it for a distributed job",
+                "the process does not have the variables of torchrun",
+            ),
             ranks=1,
         ),
         pair(
@@ -199,8 +211,8 @@ probe = Probe(
             prepare_alone,
             "last",
             ("disk", "cpu"),
-            symptom(r"no error, and 2 of 4 weights got no gradient"),
-            ("one process, and the last layer is on the disk", "no layer is offloaded"),
+            symptom(r"2 of 4 weights got no gradient, without an error"),
+            ("the map puts the last layer on the disk, whose weights get no gradient", "the map offloads no layer"),
             ranks=1,
         ),
         labels.on_gpus(

@@ -1,4 +1,4 @@
-"""The Trainer removes the columns that forward does not name, so that nothing is left, or the labels are missing."""
+"""The Trainer removes columns that forward does not name, so no column is left or the labels are missing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def model_of_16(name: str = "LlamaForSequenceClassification") -> Any:
     return getattr(hf, name)(hf.LlamaConfig(vocab_size=16, num_labels=2, pad_token_id=2, eos_token_id=1, **SIZES))
 
 
-def wrapper_of(model: Any, names_arguments: bool) -> Any:
-    """The model in a module of one's own, whose forward names its arguments, or hands on what it gets."""
+def wrap_model(model: Any, names_arguments: bool) -> Any:
+    """Wraps the model in a custom module, whose forward names its arguments or takes only **batch."""
     import torch
 
     class Named(torch.nn.Module):  # type: ignore[misc]
@@ -41,7 +41,7 @@ def wrapper_of(model: Any, names_arguments: bool) -> Any:
 
     class Unnamed(torch.nn.Module):  # type: ignore[misc]
         def forward(self, **batch: Any) -> Any:
-            batch.pop("num_items_in_batch", None)  # which the Trainer adds for a forward with **
+            batch.pop("num_items_in_batch", None)  # the Trainer adds it for a forward with **
             return self.body(**batch)
 
     wrapper = Named() if names_arguments else Unnamed()
@@ -86,12 +86,12 @@ def raw_text(ctx: Context, fixed: bool) -> None:
 
 
 def own_module(ctx: Context, fixed: bool) -> None:
-    trainer = train(ctx, wrapper_of(model_of_16(), names_arguments=fixed), tokenized(labels=LABELS))
+    trainer = train(ctx, wrap_model(model_of_16(), names_arguments=fixed), tokenized(labels=LABELS))
     assert trainer.evaluate()["eval_loss"] > 0
 
 
 def compiled(ctx: Context, fixed: bool) -> None:
-    """Compiled before the Trainer sees the model, or by the Trainer."""
+    """The job compiles the model before it passes it to the Trainer, or lets the Trainer compile it."""
     import torch
 
     model = model_of_16() if fixed else torch.compile(model_of_16(), backend="eager")
@@ -105,7 +105,7 @@ def wrapped(ctx: Context, fixed: bool) -> None:
 
 
 def padding_only(ctx: Context, fixed: bool) -> None:
-    """Ids without labels: the collator that only pads makes none."""
+    """The dataset has token ids without labels, and a collator that only pads creates no labels."""
     causal = import_module("transformers").DataCollatorForLanguageModeling
     train(ctx, model_of_16("LlamaForCausalLM"), tokenized(), causal(tokenizer_of_16(), mlm=False) if fixed else None)
 
@@ -118,12 +118,12 @@ def label_name(ctx: Context, fixed: bool) -> None:
 
 
 def no_head(ctx: Context, fixed: bool) -> None:
-    """The labels arrive, and the class without a head makes no loss of them."""
+    """The labels reach the model, but a class without a head computes no loss from them."""
     train(ctx, model_of_16("LlamaForSequenceClassification" if fixed else "LlamaModel"), tokenized(labels=LABELS))
 
 
 def flag_alone(ctx: Context, fixed: bool) -> None:
-    """All columns stay, as the message proposes; the collator makes of them what forward takes, or does not."""
+    """All columns stay, as the message suggests; the collator converts them for forward, or does not."""
     import torch
 
     tokenizer = tokenizer_of_16()
@@ -139,27 +139,27 @@ def flag_alone(ctx: Context, fixed: bool) -> None:
 
 
 def evaluation(ctx: Context, fixed: bool) -> None:
-    """Training has a loss and evaluation has none: forward names no labels, and the arguments do, or do not."""
+    """forward does not name the labels, so evaluation has no loss unless label_names does."""
     options = {"remove_unused_columns": False, "label_names": ["labels"] if fixed else None}
-    trainer = train(ctx, wrapper_of(model_of_16(), names_arguments=False), tokenized(labels=LABELS), **options)
+    trainer = train(ctx, wrap_model(model_of_16(), names_arguments=False), tokenized(labels=LABELS), **options)
     if "eval_loss" not in (metrics := trainer.evaluate()):
         raise Symptom("no eval_loss in %s" % ", ".join(sorted(metrics)))
 
 
 def weights(ctx: Context, fixed: bool) -> None:
-    """A loss of one's own with a weight of 0 per sample. The model does not know the weights: they are removed."""
+    """A custom loss with a weight of 0 per sample; forward does not name the weights, so the Trainer removes them."""
 
     class WeightedTrainer(import_module("transformers").Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
             weights = inputs.pop("weights", None)
-            del rest, options  # what releases of transformers hand on differs
+            del rest, options  # releases of transformers pass different arguments
             loss = model(**inputs).loss
             return loss if weights is None else loss * weights.mean()
 
     dataset = tokenized(labels=LABELS, weights=[0.0] * 4)
     trainer = trainer_of(ctx, model_of_16(), dataset, kind=WeightedTrainer, remove_unused_columns=not fixed)
     if (loss := trainer.train().training_loss) > 0:
-        raise Symptom("loss %.3f with weights of 0" % loss)
+        raise Symptom("loss %.3f, although all weights are 0" % loss)
 
 
 NONE_LEFT = "No columns in the dataset match the model's forward method signature"
@@ -179,7 +179,7 @@ FORMS = {
 
 
 def train_forms(ctx: Context, *, fixed: bool) -> None:
-    """Each form of the incident. The message has what the library says of each that fails."""
+    """Runs each form of the incident; raises `Symptom` with the messages of all forms that fail."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # one process without a launcher
         os.environ.pop(name, None)
     ctx.reached()
@@ -194,9 +194,9 @@ def train_forms(ctx: Context, *, fixed: bool) -> None:
 
 
 def match(ctx: Context, *, fixed: bool) -> None:
-    """What the Trainer does before the first batch: it compares column names with the arguments of forward."""
+    """Compares column names with the arguments of forward, as the Trainer does before the first batch."""
     columns = {"input_ids": 7, "labels": 1}
-    model = wrapper_of(lambda **batch: batch["input_ids"] + batch["labels"], names_arguments=fixed)
+    model = wrap_model(lambda **batch: batch["input_ids"] + batch["labels"], names_arguments=fixed)
     ctx.reached()
     arguments = list(inspect.signature(model.forward).parameters)
     batch = {name: value for name, value in columns.items() if name in arguments}
@@ -205,16 +205,27 @@ def match(ctx: Context, *, fixed: bool) -> None:
     assert model(**batch) == 8
 
 
-STANDS_FOR = "the Trainer of transformers, which keeps the columns that forward names"
+STANDS_FOR = "the Trainer of transformers, which keeps only the columns that forward names"
 ALL_FAIL = "; ".join("%s: %s.{0,120}" % (form.__name__, text) for form, text in FORMS.items())
-NOTHING, NAMED = "forward takes what it gets and names nothing", "forward names its arguments"
+UNNAMED = "forward takes only **batch, so no column matches an argument"
+NAMED = "forward names its arguments, so the columns of these names stay"
 
 probe = Probe(
     experiments=(
         Experiment(
             name="trainer",
-            control=Arm(partial(train_forms, fixed=False), symptom(ALL_FAIL), "each form fails in its way", "cpu"),
-            treatment=Arm(partial(train_forms, fixed=True), completed(), "each form with its fix has a loss", "cpu"),
+            control=Arm(
+                partial(train_forms, fixed=False),
+                symptom(ALL_FAIL),
+                "in each form, the Trainer removes columns that the job needs, or there is no loss",
+                "cpu",
+            ),
+            treatment=Arm(
+                partial(train_forms, fixed=True),
+                completed(),
+                "with its fix, each form trains with the right loss",
+                "cpu",
+            ),
             world_size=1,
             needs=Needs(packages={"transformers": ">=4.46", "datasets": "", "accelerate": ""}, memory_mib=2048),
             deadline_s=90,
@@ -222,7 +233,7 @@ probe = Probe(
         ),
         Experiment(
             name="signature",
-            control=Arm(partial(match, fixed=False), symptom("0 of 2 columns"), NOTHING, "stand-in", STANDS_FOR),
+            control=Arm(partial(match, fixed=False), symptom("0 of 2 columns"), UNNAMED, "stand-in", STANDS_FOR),
             treatment=Arm(partial(match, fixed=True), completed(), NAMED, "stand-in", STANDS_FOR),
             world_size=1,
             expected_s=(0.3, 0.3),
