@@ -1,4 +1,4 @@
-"""Updates that bfloat16 weights round away: a step below some 0.2 to 0.4 % of a weight is lost."""
+"""bfloat16 weights lose small updates: rounding discards a step below about 0.2 to 0.4 % of a weight."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Callable
 from kb.cpu_arms import import_deepspeed
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
-SIDE, STEPS = 64, 20
+SIDE, STEPS, MICRO_BATCHES = 64, 20, 512
 
 
 def build(ctx: Context, dtype: str, start: float = 0.0) -> Any:
-    """A layer whose gradient does not depend on its weights: they begin at `start`, or as a language model's."""
+    """A layer whose gradient does not depend on its weights. They start at `start`, or as a language model's do."""
     import torch
 
     torch.manual_seed(0)
@@ -23,7 +23,7 @@ def build(ctx: Context, dtype: str, start: float = 0.0) -> Any:
 
 
 def step_and_compare(optimizer: Any) -> str:
-    """The test of the entry, in the place of one optimizer.step()."""
+    """Replaces one optimizer.step() by the test that the entry prints."""
     import torch
 
     def local(t: Any) -> Any:
@@ -62,7 +62,7 @@ def run(ctx: Context, model: Any, optimizer: Any, forward: Any = None) -> None:
 
 
 def train(ctx: Context, *, dtype: str, lr: float = 1e-5, start: float = 0.0, **fused: bool) -> None:
-    """Under autocast, whatever the weights are."""
+    """Trains under autocast, with weights of `dtype`."""
     import torch
 
     model = build(ctx, dtype, start)
@@ -77,8 +77,8 @@ def train(ctx: Context, *, dtype: str, lr: float = 1e-5, start: float = 0.0, **f
     run(ctx, model, optimizer, forward)
 
 
-def sharded(ctx: Context, *, dtype: str, version: int) -> None:
-    """FSDP with a policy: the optimizer gets the weights in the dtype that they had before."""
+def train_sharded(ctx: Context, *, dtype: str, version: int) -> None:
+    """FSDP with a mixed-precision policy. The optimizer trains weights of the dtype they had before the wrapping."""
     import torch
 
     ctx.init_process_group(timeout_s=15)
@@ -99,8 +99,8 @@ def sharded(ctx: Context, *, dtype: str, version: int) -> None:
     run(ctx, model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0))
 
 
-def engine(ctx: Context, *, deepspeed: bool) -> None:
-    """The same in torch alone and under DeepSpeed's bf16, which makes a float32 copy."""
+def train_with_deepspeed(ctx: Context, *, deepspeed: bool) -> None:
+    """Trains with torch alone, or with DeepSpeed's bf16, which makes a float32 copy of the weights."""
     import torch
 
     module = import_deepspeed()
@@ -121,50 +121,56 @@ def engine(ctx: Context, *, deepspeed: bool) -> None:
     assert abs(values(model)[0].mean() - 0.9) < 0.01 and dtypes == {torch.float32}, dtypes
 
 
-def summed(ctx: Context, *, mended: bool, deepspeed: bool) -> None:
-    """512 micro-batches whose gradient is 1: DeepSpeed's `grad_accum_dtype`, or FSDP1 without `no_sync`."""
+def accumulate(ctx: Context, *, fixed: bool, deepspeed: bool) -> None:
+    """Sums 512 micro-batches whose gradient is 1, and compares the sum with 512."""
+    found = accumulate_with_deepspeed(ctx, fixed) if deepspeed else accumulate_with_fsdp1(ctx, fixed)
+    if abs(found - MICRO_BATCHES) > 1:
+        numbers = (found, MICRO_BATCHES, "deepspeed" if deepspeed else "fsdp1")
+        raise Symptom("accumulation in bfloat16: %.3g where %.3g is right, with %s" % numbers)
+
+
+def accumulate_with_deepspeed(ctx: Context, fixed: bool) -> float:
+    import torch
+
+    module = import_deepspeed()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    ctx.init_process_group(timeout_s=20)
+    model = build(ctx, "bfloat16")
+    torch.nn.init.zeros_(model.weight)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    config.update(zero_allow_untested_optimizer=True, gradient_clipping=0.0)
+    config.update(gradient_accumulation_steps=MICRO_BATCHES)
+    if fixed:
+        config.update({"data_types": {"grad_accum_dtype": "fp32"}})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, _, _, _ = module.initialize(model=model, optimizer=optimizer, config=config)
+    ctx.reached()
+    for _ in range(MICRO_BATCHES):
+        model.backward(model(torch.ones(1, SIDE, dtype=torch.bfloat16)).float().sum())
+        model.step()
+    return float(-values(model)[0].mean().item() * MICRO_BATCHES)  # DeepSpeed divides the gradients
+
+
+def accumulate_with_fsdp1(ctx: Context, fixed: bool) -> float:
     import contextlib
 
     import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 
-    micro_batches, name = 512, "deepspeed" if deepspeed else "fsdp1"
-    if deepspeed:
-        module = import_deepspeed()
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-        ctx.init_process_group(timeout_s=20)
-        model = build(ctx, "bfloat16")
-        torch.nn.init.zeros_(model.weight)
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-        config.update(zero_allow_untested_optimizer=True, gradient_clipping=0.0)
-        config.update(gradient_accumulation_steps=micro_batches)
-        if mended:
-            config.update({"data_types": {"grad_accum_dtype": "fp32"}})
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, _, _, _ = module.initialize(model=model, optimizer=optimizer, config=config)
-        ctx.reached()
-        for _ in range(micro_batches):
-            model.backward(model(torch.ones(1, SIDE, dtype=torch.bfloat16)).float().sum())
-            model.step()
-        found = -values(model)[0].mean().item() * micro_batches  # DeepSpeed divides
-    else:
-        from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
-
-        ctx.init_process_group(timeout_s=15)
-        policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        model = FullyShardedDataParallel(
-            build(ctx, "float32"), mixed_precision=MixedPrecision(**policy), device_id=ctx.device
-        )
-        ctx.reached()
-        for n in range(micro_batches):
-            with contextlib.nullcontext() if mended or n == micro_batches - 1 else model.no_sync():
-                model(torch.ones(1, SIDE, device=ctx.device)).float().sum().backward()
-        found = max(p.grad.max().item() for p in model.parameters() if p.grad is not None)
-    if abs(found - micro_batches) > 1:
-        raise Symptom("accumulation in bfloat16: %.3g where %.3g is right, %s" % (found, micro_batches, name))
+    ctx.init_process_group(timeout_s=15)
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    model = FullyShardedDataParallel(
+        build(ctx, "float32"), mixed_precision=MixedPrecision(**policy), device_id=ctx.device
+    )
+    ctx.reached()
+    for n in range(MICRO_BATCHES):
+        with contextlib.nullcontext() if fixed or n == MICRO_BATCHES - 1 else model.no_sync():
+            model(torch.ones(1, SIDE, device=ctx.device)).float().sum().backward()
+    return float(max(p.grad.max().item() for p in model.parameters() if p.grad is not None))
 
 
-def trainer(ctx: Context, *, dtype: str) -> None:
-    """The Trainer of transformers with bf16=True, which is autocast: the weights stay what they are."""
+def use_trainer(ctx: Context, *, dtype: str) -> None:
+    """Runs the Trainer of transformers with bf16=True, which enables autocast and leaves the weights in `dtype`."""
     import torch
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -184,11 +190,13 @@ def trainer(ctx: Context, *, dtype: str) -> None:
     Trainer(model=model, args=args, train_dataset=data).train()
     same, total = int((values(model)[0] == old[0]).sum()), SIDE * SIDE
     if same > 0:
-        raise Symptom("%d of %d weights have not changed: %s, %d steps of the Trainer" % (same, total, dtype, STEPS))
+        raise Symptom(
+            "%d of %d weights have not changed: %s weights, %d steps of the Trainer" % (same, total, dtype, STEPS)
+        )
 
 
-def side(ctx: Context, *, dtype: str, what: str) -> None:
-    """What else adds small numbers to large ones: weight decay, Adam's second moment, accumulation, an average."""
+def add_small_numbers(ctx: Context, *, dtype: str, what: str) -> None:
+    """Other sums of small and large numbers: weight decay, Adam's second moment, accumulation, and an average."""
     import torch
 
     kind = getattr(torch, dtype)
@@ -220,11 +228,11 @@ def side(ctx: Context, *, dtype: str, what: str) -> None:
 UNCHANGED = symptom(r"\d+ of \d+ bfloat16 weights with a gradient have not changed in a step with lr 1e-05")
 NORM = symptom(r"4096 of 4096 bfloat16 weights with a gradient have not changed in a step with lr 0\.001")
 TRAINER = symptom(r"\d+ of 4096 weights have not changed: bfloat16")
-SIDES = symptom(r"\w+ in bfloat16: \S+ where \S+ is right")
+WRONG_SUM = symptom(r"\w+ in bfloat16: \S+ where \S+ is right")
 
 
 def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: str, **given: Any) -> Experiment:
-    """`change`: the keyword that differs, with its two values; else the dtype of the weights."""
+    """`change`: the keyword in which the arms differ, and its two values; by default the dtype of the weights."""
     key, wrong, right = given.pop("change", ("dtype", "bfloat16", "float32"))
     needs = {"torch": ">=2.1", **given.pop("needs", {})}
     library = len(needs) > 1
@@ -233,46 +241,60 @@ def pair(name: str, job: Callable[..., None], expect: Any, because: str, fix: st
         control=Arm(partial(job, **given, **{key: wrong}), expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(job, **given, **{key: right}), expect=completed(), because=fix, fidelity="cpu"),
         needs=Needs(packages=needs),
-        world_size=2 if job is sharded or (job is summed and not given["deepspeed"]) else 1,
+        world_size=2 if job is train_sharded or (job is accumulate and not given["deepspeed"]) else 1,
         deadline_s=120.0 if library else 30.0,
         expected_s=(8.0, 8.0) if library else (0.5, 0.5),
     )
 
 
-BF16, FP32 = "the optimizer holds bfloat16 weights", "it holds float32 weights"
+BF16, FP32 = "the optimizer trains bfloat16 weights", "the optimizer trains float32 weights"
+SUMS = {
+    "decay": "subtracts a small weight decay from a weight in %s",
+    "states": "adds small squared gradients to Adam's second moment in %s",
+    "accumulation": "adds the gradients of 512 micro-batches in %s",
+    "ema": "updates an average of the weights in %s",
+}
 DEEPSPEED = {"deepspeed": ">=0.16"}
 probe = Probe(
-    experiments=(pair("weights", train, UNCHANGED, BF16, FP32 + ", under autocast"),),
+    experiments=(pair("weights", train, UNCHANGED, BF16, FP32 + " under autocast"),),
     variants=(
         pair("norm", train, NORM, BF16 + " of 1.0", FP32, lr=1e-3, start=1.0),
-        pair("fused", train, UNCHANGED, BF16 + ", fused", FP32, fused=True, needs={"torch": ">=2.5"}),
-        pair("fsdp1", sharded, UNCHANGED, BF16, FP32, version=1, needs={"torch": ">=2.4"}),
-        pair("fsdp2", sharded, UNCHANGED, BF16, FP32, version=2, needs={"torch": ">=2.7"}),
-        pair("deepspeed", engine, NORM, BF16, "a float32 copy", change=("deepspeed", False, True), needs=DEEPSPEED),
+        pair("fused", train, UNCHANGED, BF16 + ", and is fused", FP32, fused=True, needs={"torch": ">=2.5"}),
+        pair("fsdp1", train_sharded, UNCHANGED, BF16, FP32, version=1, needs={"torch": ">=2.4"}),
+        pair("fsdp2", train_sharded, UNCHANGED, BF16, FP32, version=2, needs={"torch": ">=2.7"}),
+        pair(
+            "deepspeed",
+            train_with_deepspeed,
+            NORM,
+            BF16,
+            "DeepSpeed trains a float32 copy of the bfloat16 weights",
+            change=("deepspeed", False, True),
+            needs=DEEPSPEED,
+        ),
         pair(
             "fsdp1-accumulation",
-            summed,
-            SIDES,
-            "micro-batches are summed in bfloat16, under no_sync",
-            "each micro-batch is reduced, in float32",
+            accumulate,
+            WRONG_SUM,
+            "under no_sync, FSDP1 sums the gradients of micro-batches in bfloat16",
+            "FSDP1 reduces the gradients of each micro-batch in float32",
             deepspeed=False,
-            change=("mended", False, True),
+            change=("fixed", False, True),
             needs={"torch": ">=2.4"},
         ),
         pair(
             "deepspeed-accumulation",
-            summed,
-            SIDES,
-            "micro-batches are summed in bfloat16",
-            "grad_accum_dtype is fp32",
+            accumulate,
+            WRONG_SUM,
+            "DeepSpeed sums the gradients of micro-batches in bfloat16",
+            "grad_accum_dtype is fp32, so DeepSpeed sums in float32",
             deepspeed=True,
-            change=("mended", False, True),
+            change=("fixed", False, True),
             needs=DEEPSPEED,
         ),
-        pair("trainer", trainer, TRAINER, BF16, FP32, needs={"transformers": ">=4.41", "accelerate": ""}),
+        pair("trainer", use_trainer, TRAINER, BF16, FP32, needs={"transformers": ">=4.41", "accelerate": ""}),
         *(
-            pair(what, side, SIDES, "bfloat16", "float32", what=what)
-            for what in ("decay", "states", "accumulation", "ema")
+            pair(what, add_small_numbers, WRONG_SUM, because % "bfloat16", because % "float32", what=what)
+            for what, because in SUMS.items()
         ),
     ),
 )

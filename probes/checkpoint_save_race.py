@@ -1,4 +1,4 @@
-"""Two ranks save: both rename, delete or make the same folder, or each its own where one was meant."""
+"""Two ranks save a checkpoint: both rename, delete or create one folder, or each creates a folder of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OF_ONE_NODE = {"tmpfs", "ramfs", "overlay"}  # ext4 or xfs may be exported to th
 
 
 def publish(tmp: str, final: str) -> None:
-    """The end of a save, as the entry has it."""
+    """Ends a save with the code that the entry prints."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -46,8 +46,8 @@ def publish(tmp: str, final: str) -> None:
     dist.barrier()
 
 
-def publish_anew(tmp: str, final: str) -> None:
-    """The same where the folder of an earlier run may be in the way."""
+def publish_over(tmp: str, final: str) -> None:
+    """Ends a save as `publish` does, but first removes the folder of an earlier run."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -70,7 +70,7 @@ def publish_otherwise(tmp: str, final: str, *, by_rank_0: bool, waits: bool) -> 
 
 
 def make_folder(path: str) -> None:
-    """The start of a save, as the entry has it."""
+    """Starts a save with the code that the entry prints."""
     import torch.distributed as dist
 
     if dist.get_rank() == 0:
@@ -84,7 +84,7 @@ def make_if_missing(path: str) -> None:
     import torch.distributed as dist
 
     if not os.path.exists(path):
-        dist.barrier()  # both have looked
+        dist.barrier()  # now both ranks have checked
         os.makedirs(path)
 
 
@@ -114,7 +114,7 @@ def assert_whole(folder: str) -> None:
 
 
 def save(ctx: Context, *, publishes: Callable[[str, str], None], late: str = "", again: bool = False) -> None:
-    """A checkpoint is written into tmp-checkpoint-5 and renamed. Rank 1 may be late with its folder or its file."""
+    """Writes a checkpoint into tmp-checkpoint-5 and renames it. Rank 1 may create its folder or its file late."""
     ctx.init_process_group(timeout_s=15)
     if again and ctx.rank == 0:
         os.makedirs("checkpoint-5/of-an-earlier-run")
@@ -134,12 +134,12 @@ def save(ctx: Context, *, publishes: Callable[[str, str], None], late: str = "",
 
 
 def start_save(ctx: Context, *, makes: Callable[[str], None], disks: int = 1, is_stale: bool = False) -> None:
-    """Both ranks write into checkpoint-5: on one disk, on a disk per node, or where rank 1 sees the folder late."""
+    """Both ranks write into checkpoint-5, on one disk or one disk each. If `is_stale`, rank 1 sees the folder late."""
     dist = ctx.init_process_group(timeout_s=15)
     folder = ctx.path("disk-%d" % (ctx.rank % disks)) + "/checkpoint-5"
-    looks = os.path.isdir
+    isdir = os.path.isdir
     if is_stale and ctx.rank == 1:
-        os.path.isdir = lambda s: s != folder and looks(s)
+        os.path.isdir = lambda s: s != folder and isdir(s)
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     if is_stale and ctx.rank == 0:
         os.makedirs(folder)
@@ -154,7 +154,7 @@ def start_save(ctx: Context, *, makes: Callable[[str], None], disks: int = 1, is
 
 
 def rotate(ctx: Context, *, by_rank_0: bool) -> None:
-    """The old checkpoint is deleted."""
+    """Deletes the old checkpoint."""
     dist = ctx.init_process_group(timeout_s=15)
     old = "checkpoint-1"
     os.makedirs(old, exist_ok=True)
@@ -168,11 +168,11 @@ def rotate(ctx: Context, *, by_rank_0: bool) -> None:
 
 
 def link(ctx: Context, *, by_rank_0: bool) -> None:
-    """The newest checkpoint gets a link, where there is none."""
+    """Creates the link `last` to the newest checkpoint if it does not exist."""
     dist = ctx.init_process_group(timeout_s=15)
     ctx.reached()
     is_missing = not os.path.lexists("last")
-    dist.barrier()  # both have looked
+    dist.barrier()  # now both ranks have checked
     if is_missing and (dist.get_rank() == 0 or not by_rank_0):
         os.symlink("checkpoint-5", "last")
     dist.barrier()
@@ -180,7 +180,7 @@ def link(ctx: Context, *, by_rank_0: bool) -> None:
 
 
 def clean_up(ctx: Context, *, by_rank_0: bool) -> None:
-    """Rank 0 renames the folder while rank 1, of another node, removes what it takes for a left-over."""
+    """Rank 0 renames the folder while rank 1, on another node, deletes it as a leftover."""
     ctx.init_process_group(timeout_s=15)
     os.makedirs("tmp-checkpoint-5", exist_ok=True)
     write_files(ctx, "tmp-checkpoint-5")
@@ -192,23 +192,23 @@ def clean_up(ctx: Context, *, by_rank_0: bool) -> None:
         os.rename("tmp-checkpoint-5", "checkpoint-5")
         assert ctx.meet("renamed")
     else:
-        unlinks = os.unlink
+        unlink = os.unlink
 
         def unlink_after_rename(*args: Any, **options: Any) -> None:
             assert ctx.meet("deletes") and ctx.meet("renamed")
-            unlinks(*args, **options)
+            unlink(*args, **options)
 
         os.unlink = unlink_after_rename
         shutil.rmtree("tmp-checkpoint-5", ignore_errors=True)
     assert ctx.meet("saved")
-    kept = [name for name in FILES if os.path.exists("checkpoint-5/" + name)]
-    if len(kept) < len(FILES):
-        raise Symptom("checkpoint-5 holds %d of %d files after the save" % (len(kept), len(FILES)))
+    present = [name for name in FILES if os.path.exists("checkpoint-5/" + name)]
+    if len(present) < len(FILES):
+        raise Symptom("checkpoint-5 holds %d of %d files after the save" % (len(present), len(FILES)))
     assert_whole("checkpoint-5")
 
 
 def name_folder(ctx: Context, *, by_rank_0: bool) -> None:
-    """The folder's name has the time in it, and rank 1 starts a second later."""
+    """The folder's name contains the time, and rank 1 starts a second later."""
     dist = ctx.init_process_group(timeout_s=15)
     ctx.reached()
     time.sleep(1.1 * ctx.rank)
@@ -224,7 +224,7 @@ def name_folder(ctx: Context, *, by_rank_0: bool) -> None:
 
 
 def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
-    """A Trainer of two ranks with a callback that deletes a checkpoint once a newer one is saved."""
+    """Runs a Trainer on two ranks, with a callback that deletes a checkpoint once a newer one is saved."""
     ctx.init_process_group(timeout_s=30)
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", LOCAL_RANK=str(ctx.rank), LOCAL_WORLD_SIZE="2")
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -254,58 +254,77 @@ def run_callback(ctx: Context, *, by_rank_0: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do save_on_each_node of the Trainer and the installed transformers fit the nodes and the file system?"""
+    """Do save_on_each_node and the installed transformers match the number of nodes and the file system?"""
     release = version("transformers")
     if params["config"] is None:
-        return unknown("no configuration was given", advice="--config FILE --set nodes=NODES --set folder=OUTPUT_DIR")
+        return unknown(
+            "no configuration was given", advice="run --set config=ARGS.yaml --set nodes=NODES --set folder=OUTPUT_DIR"
+        )
     try:
         config = read_config(params["config"])
     except UnreadableConfig as error:
         return unknown(str(error))
-    own, folder = config.values.get("save_on_each_node", False), params["folder"] or config.values.get("output_dir")
-    if config.kind != "arguments" or "output_dir" not in config.values or not isinstance(own, bool):
-        return unknown("the file is no set of arguments of the Trainer, where save_on_each_node could be read")
+    every_node = config.values.get("save_on_each_node", False)
+    folder = params["folder"] or config.values.get("output_dir")
+    if config.kind != "arguments" or "output_dir" not in config.values or not isinstance(every_node, bool):
+        return unknown("the file does not contain arguments of the Trainer, so kb cannot read save_on_each_node")
     nodes = spans_nodes(params["nodes"])
     if nodes is None:
-        return unknown("on how many nodes the job runs is not known", advice="--set nodes=NODES")
-    untold = "" if release and "dev" not in release else "how transformers %s saves is not known" % (release or "?")
-    if nodes and not untold and (release == "4.36.0" or (not own and release.startswith(("4.36.", "4.38.")))):
-        return exposed("transformers %s on several nodes" % release, advice="install transformers 4.39 or newer")
-    if not nodes and release == "4.36.0":
-        return unknown("transformers 4.36.0 races with more than one process, and how many there are is not known")
-    if not nodes and untold:
-        return unknown(untold, advice="--python PYTHON_OF_THE_JOB")
-    if not nodes:
-        return clear("one node: save_on_each_node makes no difference; scripts and callbacks were not read")
+        return unknown("kb does not know on how many nodes the job runs", advice="run --set nodes=NODES")
+    doubt = ""
+    if not release or "dev" in release:
+        doubt = "kb does not know how transformers %s saves" % (release or "of the job")
+    if nodes and not doubt and (release == "4.36.0" or (not every_node and release.startswith(("4.36.", "4.38.")))):
+        return exposed("transformers %s races on multiple nodes" % release, advice="install transformers 4.39 or newer")
+    if nodes:
+        return judge_folder(every_node, folder, doubt)
+    if release == "4.36.0":
+        return unknown(
+            "transformers 4.36.0 races with more than one process, and kb does not know how many the job has"
+        )
+    if doubt:
+        return unknown(doubt, advice="add --python PYTHON_OF_THE_JOB")
+    return clear("on one node save_on_each_node makes no difference; kb did not read scripts and callbacks")
+
+
+def judge_folder(every_node: bool, folder: Any, doubt: str) -> Finding:
+    """Does save_on_each_node match the file system of the output folder?"""
     if not isinstance(folder, (str, Path)) or set("${") & set(str(folder)):
-        return unknown("%s is no plain path" % ascii(folder), advice="--set folder=OUTPUT_DIR")
+        return unknown("the output folder %s is not a plain path" % ascii(folder), advice="run --set folder=OUTPUT_DIR")
     try:
         kind = file_system(Path(os.path.expanduser(str(folder))))
     except (OSError, ValueError, IndexError) as error:
-        return unknown("the file system of the output folder cannot be found: %s" % ascii(error))
-    seen = "save_on_each_node is %s, %s lies on %s" % (own, ascii(str(folder)), kind)
-    if own and kind in SHARED:
-        return exposed(seen, "every node writes the same files", advice="save_on_each_node=False on shared storage")
-    if not own and kind in OF_ONE_NODE:
-        return exposed(seen, "the other nodes get a part of each checkpoint", advice="a shared folder, or True")
-    if kind in SHARED | OF_ONE_NODE and untold:
-        return unknown(seen + ", which fit, but " + untold, advice="--python PYTHON_OF_THE_JOB")
+        return unknown("kb cannot find the file system of the output folder: %s" % ascii(error))
+    seen = "save_on_each_node is %s, and %s is on %s" % (every_node, ascii(str(folder)), kind)
+    if every_node and kind in SHARED:
+        return exposed(seen, "every node writes the same files", advice="set save_on_each_node=False on shared storage")
+    if not every_node and kind in OF_ONE_NODE:
+        return exposed(
+            seen,
+            "each node has only a part of each checkpoint",
+            advice="use a shared folder, or set save_on_each_node=True",
+        )
+    if kind in SHARED | OF_ONE_NODE and doubt:
+        return unknown(seen + ", which match, but " + doubt, advice="add --python PYTHON_OF_THE_JOB")
     if kind in SHARED | OF_ONE_NODE:
-        return clear(seen + ", which fit; scripts and callbacks were not read")
-    return unknown(seen + ": unknown whether all nodes see it", advice="touch a file there, look from another node")
+        return clear(seen + ", which match; kb did not read scripts and callbacks")
+    return unknown(
+        seen + "; kb cannot tell whether all nodes see this folder",
+        advice="touch a file there, and list the folder on another node",
+    )
 
 
 def file_system(folder: Path) -> str:
-    """The type of the mount that the folder lies on, or would lie on."""
+    """The type of the file system that contains the folder, or will contain it."""
     while not folder.exists():
         folder = folder.parent
         if str(folder) == "/":
-            raise ValueError("nothing of the path exists here")
+            raise ValueError("no part of the path exists on this machine")
     return mount_of(str(folder)).kind or "an unknown file system"
 
 
-ONE = "barrier, rank 0 alone renames, barrier"
-MADE = "rank 0 makes the folder, barrier, each rank makes it where it is missing"
+ONE = "rank 0 alone renames the folder, between two barriers"
+MADE = "rank 0 creates the folder; after a barrier each rank creates it if it is still missing"
 LOST = r"No such file or directory: 'tmp-checkpoint-5' -> 'checkpoint-5'"
 NOT_EMPTY = r"Directory not empty: 'tmp-checkpoint-5' -> 'checkpoint-5'"
 NO_TMP = r"Parent directory tmp-checkpoint-5 does not exist"
@@ -330,7 +349,7 @@ def pair(
 
 
 def of_two(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **more: str) -> Experiment:
-    """The same job, where each rank does it, and where rank 0 does it for all."""
+    """In the control arm every rank acts; in the treatment arm rank 0 acts for all."""
     return pair(name, partial(job, by_rank_0=False), partial(job, by_rank_0=True), expect, because, fix, **more)
 
 
@@ -345,57 +364,91 @@ def start_of_save(name: str, makes: Any, text: str, because: str, stands_for: st
 
 
 probe = Probe(
-    experiments=(end_of_save("rename", LOST, "every rank renames the folder, as does local rank 0 of each node"),),
+    experiments=(end_of_save("rename", LOST, "every rank renames the folder, as local rank 0 of each node would"),),
     variants=(
-        end_of_save("not-empty", NOT_EMPTY, "all rename, none waits, rank 1 makes the folder anew", late="folder"),
-        end_of_save("guard-only", NO_TMP, "rank 0 renames, and does not wait for rank 1", by_rank_0=True, late="file"),
+        end_of_save(
+            "not-empty",
+            NOT_EMPTY,
+            "every rank renames without a barrier, and the late rank 1 creates the folder again",
+            late="folder",
+        ),
+        end_of_save(
+            "guard-only",
+            NO_TMP,
+            "rank 0 alone renames, but does not wait until rank 1 has written",
+            by_rank_0=True,
+            late="file",
+        ),
         pair(
             "again",
             partial(save, publishes=publish, again=True),
-            partial(save, publishes=publish_anew, again=True),
+            partial(save, publishes=publish_over, again=True),
             raised(NOT_EMPTY),
             "rank 0 renames onto the folder of an earlier run",
-            "it removes that first",
+            "rank 0 first removes the folder of the earlier run",
         ),
         of_two(
-            "link", link, raised(r"File exists: 'checkpoint-5' -> 'last'"), "every rank links", "rank 0 alone links"
+            "link",
+            link,
+            raised(r"File exists: 'checkpoint-5' -> 'last'"),
+            "every rank creates the link",
+            "rank 0 alone creates the link",
         ),
-        of_two("rotation", rotate, GONE, "every rank deletes the old checkpoint", "barrier, rank 0 deletes, barrier"),
+        of_two(
+            "rotation",
+            rotate,
+            GONE,
+            "every rank deletes the old checkpoint",
+            "rank 0 alone deletes it, between two barriers",
+        ),
         of_two(
             "clean-up",
             clean_up,
             symptom(r"checkpoint-5 holds \d of 3 files after the save"),
             "another rank deletes the folder with ignore_errors while rank 0 renames it",
             "rank 0 alone touches the folder",
-            stands_for="the time that a slow disk takes between two files",
+            stands_for="a slow disk, which takes time between two files",
         ),
-        start_of_save("make", make_if_missing, EXISTS, "every rank looks, then makes"),
         start_of_save(
-            "local-disks", make_by_rank_0, NO_PARENT, "rank 0 makes it, all wait", "two nodes with a disk each", disks=2
+            "make", make_if_missing, EXISTS, "every rank checks whether the folder exists, and then creates it"
+        ),
+        start_of_save(
+            "local-disks",
+            make_by_rank_0,
+            NO_PARENT,
+            "rank 0 creates the folder and all wait, but rank 1 has a disk of its own",
+            "two nodes, each with its own disk",
+            disks=2,
         ),
         start_of_save(
             "stale",
             partial(os.makedirs, exist_ok=True),
             EXISTS,
-            "makedirs with exist_ok where rank 1 is still told that there is no such folder",
+            "makedirs with exist_ok raises on rank 1, whose file system says that the folder is not there",
             "a file system client that answers from its cache",
             is_stale=True,
         ),
-        of_two("names", name_folder, SPLIT, "each rank takes its own time", "rank 0 sends its name to the others"),
+        of_two(
+            "names",
+            name_folder,
+            SPLIT,
+            "each rank puts its own time into the name",
+            "rank 0 broadcasts its name to all ranks",
+        ),
         of_two(
             "transformers",
             run_callback,
             GONE,
             "a callback deletes the old checkpoint in on_save, which runs on every rank",
-            "it does so where state.is_world_process_zero",
+            "the callback deletes only if state.is_world_process_zero, between two barriers",
             transformers=">=4.39",
             accelerate="",
         ),
     ),
     check=check,
     params={
-        "config": Param("path", "a file of the Trainer's arguments, YAML or JSON"),
-        "folder": Param("path", "the output folder, if not that of the arguments"),
-        "nodes": Param("int", "on how many nodes the job runs", 0),
+        "config": Param("path", "a YAML or JSON file with the arguments of the Trainer"),
+        "folder": Param("path", "the output folder, if it is not the one in the arguments"),
+        "nodes": Param("int", "the number of nodes of the job", 0),
     },
 )

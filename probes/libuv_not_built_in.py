@@ -1,7 +1,7 @@
-"""torch's TCPStore is asked for libuv in a build that has none: who asks, and whom does USE_LIBUV=0 reach?
+"""A build of torch without libuv refuses to create a TCPStore with libuv, and USE_LIBUV=0 does not reach every store.
 
-In the memory of an arm, the function of torch's library that says whether libuv is built in is made to say no. The
-refusal, the launchers and the store without libuv are torch's own.
+Each arm changes the machine code of its own process, so that torch's function that reports whether libuv is built in
+returns false. The error message, the launchers and the store without libuv are torch's own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from kb.probe import (
     unknown,
 )
 
-ANSWER = b"\0_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv\0"
-# "return true" and what makes it false, on x86-64 and aarch64
-YES = {b"\xb8\1\0\0\0\xc3": b"\xb8\0", b"\x20\0\x80\x52\xc0\x03\x5f\xd6": b"\0\0\x80\x52"}
+SYMBOL = b"\0_ZN4c10d6detail35is_libuv_tcpstore_backend_availableEv\0"
+# "return true", and the bytes that turn it into "return false", on x86-64 and aarch64
+TRUE_TO_FALSE = {b"\xb8\1\0\0\0\xc3": b"\xb8\0", b"\x20\0\x80\x52\xc0\x03\x5f\xd6": b"\0\0\x80\x52"}
 TRAIN = """
 import os
 import torch
@@ -60,38 +60,40 @@ BY_VARIABLES = {**NOT_SHARED, "PET_RDZV_BACKEND": "c10d", "PET_RDZV_CONF": "stor
 
 
 def remove_libuv() -> None:
-    """Let `is_libuv_tcpstore_backend_available` return false in this process, and in those that it forks."""
+    """Makes `is_libuv_tcpstore_backend_available` return false in this process and in the processes it forks."""
     import torch
 
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
-            offset = find_answer(elf)
+            offset = find_function(elf)
         mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(path.name)]
     except (OSError, ValueError, struct.error) as error:
-        raise Unavailable("torch's library cannot be read: %s" % error) from error
+        raise Unavailable("kb cannot read torch's library: %s" % error) from error
     if offset is None or not mapped:
-        raise Unavailable("no symbol of torch's library says whether libuv is built in")
+        raise Unavailable("torch's library has no symbol for the function that reports whether libuv is built in")
     address = min(int(line.split("-")[0], 16) for line in mapped) + offset
     address += 4 * (ctypes.string_at(address, 4) == b"\xf3\x0f\x1e\xfa")  # endbr64
     code = ctypes.string_at(address, 8)
-    no = next((no for yes, no in YES.items() if code.startswith(yes)), None)
-    if no is None:
-        raise Unavailable("libuv is not built in, or the machine code is not known here: %s" % code.hex())
+    patch = next((false for true, false in TRUE_TO_FALSE.items() if code.startswith(true)), None)
+    if patch is None:
+        raise Unavailable("libuv is not built in, or the probe does not know this machine code: %s" % code.hex())
     libc, start = ctypes.CDLL(None, use_errno=True), address & -mmap.PAGESIZE
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     if libc.mprotect(start, 2 * mmap.PAGESIZE, 7):
-        raise Unavailable("the memory of code cannot be changed here: %s" % os.strerror(ctypes.get_errno()))
-    ctypes.memmove(address, no, len(no))
+        raise Unavailable(
+            "this machine does not allow a process to change its code: %s" % os.strerror(ctypes.get_errno())
+        )
+    ctypes.memmove(address, patch, len(patch))
     libc.mprotect(start, 2 * mmap.PAGESIZE, 5)
 
 
-def find_answer(elf: mmap.mmap) -> Optional[int]:
-    """The offset of the function, by the symbol table of a 64-bit ELF file."""
+def find_function(elf: mmap.mmap) -> Optional[int]:
+    """Returns the offset of the function from the symbol table of a 64-bit ELF file."""
     table, (size, count) = struct.unpack_from("<Q", elf, 40)[0], struct.unpack_from("<HH", elf, 58)
     sections = [struct.unpack_from("<IIQQQQIIQQ", elf, table + number * size) for number in range(count)]
     for _, kind, _, _, start, length, link, *_ in sections:
-        name = elf.find(ANSWER, sections[link][4], sum(sections[link][4:6])) if kind == 2 else -1  # SHT_SYMTAB
+        name = elf.find(SYMBOL, sections[link][4], sum(sections[link][4:6])) if kind == 2 else -1  # SHT_SYMTAB
         symbol = struct.pack("<I", name + 1 - sections[link][4]) if name >= 0 else b""
         at = elf.find(symbol, start, start + length) if symbol else -1
         while at >= 0:
@@ -102,7 +104,7 @@ def find_answer(elf: mmap.mmap) -> Optional[int]:
 
 
 def change_default() -> None:
-    """The file of the entry."""
+    """Changes the default of `TCPStore` with the code that the entry prints."""
     import torch.distributed as dist
 
     create = dist.TCPStore.__init__
@@ -144,7 +146,7 @@ def join(ctx: Context, address: str = "env://") -> None:
 
 
 def start(ctx: Context, *, has_variable: bool) -> None:
-    """Ranks that something other than torchrun starts."""
+    """Joins a group as a rank that was started without torchrun."""
     be_a_rank(ctx)
     if has_variable:
         os.environ["USE_LIBUV"] = "0"
@@ -152,7 +154,7 @@ def start(ctx: Context, *, has_variable: bool) -> None:
 
 
 def start_below_torchrun(ctx: Context, *, imported: bool) -> None:
-    """Ranks that join a store of torchrun; their script imports the file of the entry, or does not."""
+    """Joins a store of torchrun as a rank whose script may import the file that the entry prints."""
     import torch.distributed as dist
 
     be_a_rank(ctx)
@@ -171,7 +173,7 @@ def start_below_torchrun(ctx: Context, *, imported: bool) -> None:
 
 
 def launch(ctx: Context, launcher: Callable[[], Any], variables: Mapping[str, str] = {}, ranks: int = 2) -> None:
-    """Start ranks with `USE_LIBUV=0`, and read what they write down."""
+    """Starts ranks with `USE_LIBUV=0`, and asserts that they joined one group."""
     out = ctx.path("out")
     Path(ctx.path("train.py")).write_text(TRAIN)
     os.environ.update(variables, USE_LIBUV="0", PET_LOCAL_ADDR="localhost", KB_OUT=out)
@@ -193,7 +195,7 @@ def torchrun(ctx: Context, *, options: List[str], variables: Mapping[str, str]) 
 
 
 def static() -> List[str]:
-    """As LLaMA-Factory calls torchrun."""
+    """The options with which LLaMA-Factory calls torchrun."""
     return ["--nnodes=1", "--node_rank=0", "--master_addr=127.0.0.1", "--master_port=" + free_port()]
 
 
@@ -204,7 +206,7 @@ def torchrun_static(ctx: Context, *, variables: Mapping[str, str] = NOT_SHARED, 
 
 
 def train_alone(ctx: Context, *, launched: bool) -> None:
-    """One process for one GPU: by torchrun, or as `python train.py`."""
+    """Runs one process for one GPU, with torchrun or as `python train.py`."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     main: Callable[[], Any] = partial(runpy.run_path, ctx.path("train.py"), run_name="__main__")
@@ -222,7 +224,7 @@ def launch_accelerate(ctx: Context, *, options: List[str]) -> None:
 
 
 def start_lightning(ctx: Context, *, use_libuv: str) -> None:
-    """Lightning starts its ranks itself; on Windows it sets the variable when it is imported."""
+    """Lightning starts its own ranks. On Windows it sets USE_LIBUV when it is imported."""
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", LOCAL_RANK="0", NODE_RANK="0", USE_LIBUV=use_libuv)
@@ -231,73 +233,78 @@ def start_lightning(ctx: Context, *, use_libuv: str) -> None:
     Fabric(accelerator="cpu", devices=1, strategy="ddp").launch()
 
 
-# --- the check: is libuv in torch's library, and which files pass a switch on? Read without importing torch ---------
+# --- the check reads torch's files, without importing torch: is libuv built in, and which stores have a switch? ------
 
 LIBRARIES = ("torch_cpu.dll", "libtorch_cpu.so", "libtorch_cpu.dylib")
 BUILT_IN, MISSING = b"LibUVStoreDaemon", b"LibUV TCPStore implementation missing"
-READ_S, PIECE = 0.7, 1 << 24
+READ_S, CHUNK = 0.7, 1 << 24
 STORES = {"static": "static_tcp_rendezvous.py", "c10d, --standalone": "c10d_rendezvous_backend.py"}
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Is libuv built into torch's library, and if not, do all stores of torchrun have a switch for it?"""
     try:
         found = importlib.util.find_spec("torch")
     except (ImportError, ValueError) as error:
-        return unknown("torch cannot be looked up: %s" % error)
+        return unknown("kb cannot find out whether torch is installed: %s" % error)
     if found is None or not found.origin:
         return unknown("torch is not installed for this interpreter")
     try:
         return judge(Path(found.origin).parent)
     except (OSError, ValueError) as error:
-        return unknown("torch's files cannot be read: %s" % error)
+        return unknown("kb cannot read torch's files: %s" % error)
 
 
 def judge(folder: Path) -> Finding:
-    ask = "ask it: python -c \"import torch.distributed as d; d.TCPStore('localhost', 0, 1, True, use_libuv=True)\""
+    ask = "run: python -c \"import torch.distributed as d; d.TCPStore('localhost', 0, 1, True, use_libuv=True)\""
     library = next((path for path in (folder / "lib" / name for name in LIBRARIES) if path.is_file()), None)
     if library is None:
-        return unknown("torch/lib has no library by a name known here", advice=ask)
-    word = look_into(library)
-    if word == BUILT_IN:
-        return clear("%s has the store with libuv" % library.name)
-    if word != MISSING:
-        return unknown("%s does not say whether it has libuv, or was not read in time" % library.name, advice=ask)
-    evidence = ["%s is built without the store with libuv" % library.name]
+        return unknown("torch/lib has none of the libraries %s" % ", ".join(LIBRARIES), advice=ask)
+    marker = find_marker(library)
+    if marker == BUILT_IN:
+        return clear("%s contains the store with libuv" % library.name)
+    if marker != MISSING:
+        return unknown("kb could not tell in time whether %s contains libuv" % library.name, advice=ask)
+    evidence = ["%s was built without libuv" % library.name]
     distributed = folder / "distributed"
     ranks = (distributed / "rendezvous.py").read_text(errors="replace")
     if 'os.environ.get("USE_LIBUV", "1")' not in ranks:  # 2.3 and older, or newer than this probe
-        return unknown(*evidence, "torch/distributed/rendezvous.py does not ask for libuv as 2.4 does", advice=ask)
+        return unknown(*evidence, "torch/distributed/rendezvous.py does not read USE_LIBUV as in torch 2.4", advice=ask)
     rendezvous = distributed / "elastic" / "rendezvous"
-    deaf = [who for who, name in STORES.items() if "use_libuv" not in (rendezvous / name).read_text(errors="replace")]
-    if deaf:
-        evidence.append("torchrun (%s) asks for libuv whatever USE_LIBUV says" % "; ".join(deaf))
-        return exposed(*evidence, advice="USE_LIBUV=0 and a file for torchrun's store: Fix 1 of the entry")
-    return unknown(*evidence, "each store of torchrun has a switch; USE_LIBUV=0 may do", advice=ask)
+    ignoring = [
+        store for store, name in STORES.items() if "use_libuv" not in (rendezvous / name).read_text(errors="replace")
+    ]
+    if ignoring:
+        evidence.append("torchrun (%s) requests libuv even if USE_LIBUV=0 is set" % "; ".join(ignoring))
+        return exposed(
+            *evidence, advice="set USE_LIBUV=0, and let torchrun use a file as its store: Fix 1 of the entry"
+        )
+    return unknown(*evidence, "each store of torchrun has a switch, so USE_LIBUV=0 may be enough", advice=ask)
 
 
-def look_into(library: Path) -> bytes:
-    """Which of the two texts the library holds: from its end, where names are; empty if none is found in time."""
+def find_marker(library: Path) -> bytes:
+    """The marker that the library contains, or b"" if kb finds none in time. Reads from the end, where names are."""
     end = time.monotonic() + READ_S
     with library.open("rb") as file:
         at = file.seek(0, os.SEEK_END)
         while at > 0 and time.monotonic() < end:
-            at = max(0, at - PIECE)
+            at = max(0, at - CHUNK)
             file.seek(at)
-            piece = file.read(PIECE + len(MISSING))
-            for word in (BUILT_IN, MISSING):
-                if word in piece:
-                    return word
+            chunk = file.read(CHUNK + len(MISSING))
+            for marker in (BUILT_IN, MISSING):
+                if marker in chunk:
+                    return marker
     return b""
 
 
 # --- the experiments --------------------------------------------------------------------------------------------------
 
 REFUSED = raised(r"use_libuv was requested but PyTorch was buil[dt] without libuv support")
-BUILD = "a build without libuv: torch's function that says whether it is built in is made to say no, in memory"
+BUILD = "a build without libuv: in memory, torch's function that reports libuv is changed to return false"
 
 
 def pair(name: str, job: Callable[..., None], because: str, fix: str, ranks: int = 1, **keyword: Any) -> Experiment:
-    """`keyword` is what differs, for control and treatment."""
+    """`keyword` has two values: of the control arm, and of the treatment arm."""
     (word, (fails, works)), *_ = keyword.items()
     stand_in: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": BUILD}
     library = {name: ""} if name in ("accelerate", "lightning") else {}
@@ -314,37 +321,65 @@ def pair(name: str, job: Callable[..., None], because: str, fix: str, ranks: int
 
 run = partial(torchrun, variables=NOT_SHARED)
 by_file = partial(torchrun, options=BY_FILE)
-RANKS = "torch asks for libuv by default"
-STATIC = "torchrun's own store asks for libuv, although USE_LIBUV is 0"
-BELOW = "ranks that join torchrun's store ask for libuv, although variable and address say no"
-OWN_FILE = "the store is a file, and the ranks make their own, which obeys USE_LIBUV"
+RANKS = "torch requests libuv by default"
+STATIC = "torchrun's own store requests libuv although USE_LIBUV is 0"
+STANDALONE = "torchrun's c10d store requests libuv too, and ignores the option use_libuv=0"
+BELOW = "ranks that join torchrun's store request libuv, although USE_LIBUV and the address say 0"
+OWN_FILE = "torchrun's store is a file, and the ranks create their own store, which obeys USE_LIBUV"
 ACCELERATE = ["--rdzv_backend=c10d", "--rdzv_conf=store_type=file"]
 NO_SWITCH = ["--standalone", "--rdzv-conf", "use_libuv=0"]
 
 probe = Probe(
     check=check,
-    experiments=(pair("ranks", start, RANKS, "USE_LIBUV=0 in their environment", 2, has_variable=(False, True)),),
+    experiments=(
+        pair("ranks", start, RANKS, "USE_LIBUV=0 is in the environment of the ranks", 2, has_variable=(False, True)),
+    ),
     variants=(
         pair("torchrun", run, STATIC, OWN_FILE, options=(["--master-port=1"], BY_FILE)),
-        pair("standalone", run, "so does c10d's, and its option is not read", OWN_FILE, options=(NO_SWITCH, BY_FILE)),
+        pair("standalone", run, STANDALONE, OWN_FILE, options=(NO_SWITCH, BY_FILE)),
         pair(
             "shared-store",
             by_file,
-            "torchrun makes a second store, for the ranks",
+            "torchrun creates a second store for the ranks, which requests libuv",
             OWN_FILE,
             variables=({}, NOT_SHARED),
         ),
-        pair("variables", torchrun_static, STATIC, "variables do it", variables=(NOT_SHARED, BY_VARIABLES)),
+        pair(
+            "variables",
+            torchrun_static,
+            STATIC,
+            "environment variables make torchrun's store a file",
+            variables=(NOT_SHARED, BY_VARIABLES),
+        ),
         pair(
             "wrapper",
             torchrun_static,
             STATIC,
-            "a file that is imported first changes the default",
+            "the file of the entry, imported first, changes the default of TCPStore",
             imported=(False, True),
         ),
-        pair("below-torchrun", start_below_torchrun, BELOW, "their script imports the file", 2, imported=(False, True)),
-        pair("one-gpu", train_alone, "the same for one process", "python train.py", launched=(True, False)),
+        pair(
+            "below-torchrun",
+            start_below_torchrun,
+            BELOW,
+            "the script imports the file of the entry",
+            2,
+            imported=(False, True),
+        ),
+        pair(
+            "one-gpu",
+            train_alone,
+            "torchrun's store requests libuv even for one process",
+            "python train.py starts without torchrun",
+            launched=(True, False),
+        ),
         pair("accelerate", launch_accelerate, STATIC, OWN_FILE, options=([], ACCELERATE)),
-        pair("lightning", start_lightning, "USE_LIBUV=1", "USE_LIBUV=0, as on Windows", use_libuv=("1", "0")),
+        pair(
+            "lightning",
+            start_lightning,
+            "Lightning starts its ranks with USE_LIBUV=1",
+            "USE_LIBUV is 0, as Lightning sets it on Windows",
+            use_libuv=("1", "0"),
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""A compiled part of Megatron is missing: the helper of its data sets, Apex, Transformer Engine."""
+"""A compiled part of Megatron is missing: the helper of its datasets, Apex, or Transformer Engine."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ cc -shared -fPIC -I"$INCLUDE" "$1" -o "$2.whole" || exit 1
 while [ -e "$HOLD" ]; do sleep 0.01; done
 cat "$2.whole" > "$2"
 """
-OTHER = ".cpython-39-kb.so"  # no Python has it
-OWN = str(sysconfig.get_config_var("EXT_SUFFIX"))
+OTHER_SUFFIX = ".cpython-39-kb.so"  # the suffix of no Python
+SUFFIX = str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 class Helper:
-    """megatron.core.datasets with the source of its helper, and a linker whose output is empty while HOLD exists."""
+    """A folder megatron/core/datasets with the source of its helper; the linker writes nothing while HOLD exists."""
 
-    def __init__(self, ctx: Context, suffix: str = OWN, node: int = 0) -> None:
+    def __init__(self, ctx: Context, suffix: str = SUFFIX, node: int = 0) -> None:
         include = sysconfig.get_path("include")
         if not Path(include, "Python.h").exists():
             raise Unavailable("Python.h is not installed")
@@ -95,7 +95,7 @@ class Helper:
 
 
 def helpers() -> Any:
-    """As Megatron imports it, which decides the message."""
+    """Imports the helper as Megatron does, because the form of the import decides the error message."""
     from megatron.core.datasets import helpers  # type: ignore[import-not-found]
 
     return helpers
@@ -105,16 +105,16 @@ def core(name: str) -> Any:
     return importlib.import_module("megatron.core." + name)
 
 
-def build(ctx: Context, *, own_suffix: bool, suffix: str = OTHER) -> None:
-    """make succeeds, and asks the python3-config that is first on PATH how the file is to be called."""
+def build(ctx: Context, *, own_suffix: bool, suffix: str = OTHER_SUFFIX) -> None:
+    """make succeeds, but it asks the first python3-config on PATH for the suffix of the file name."""
     helper = Helper(ctx, suffix)
     ctx.reached()
-    helper.make(*[f"SUFFIX={OWN}"] if own_suffix else [])
+    helper.make(*[f"SUFFIX={SUFFIX}"] if own_suffix else [])
     helper.use()
 
 
 def build_by_ranks(ctx: Context, *, one_rank: bool) -> None:
-    """Rank 0 is still writing the file when rank 1 comes, and calls make as well or waits."""
+    """Rank 1 arrives while rank 0 is still writing the file. It then calls make as well, or waits for rank 0."""
     helper = Helper(ctx)
     helper.hold.touch()
     ctx.reached()
@@ -134,7 +134,7 @@ def build_by_ranks(ctx: Context, *, one_rank: bool) -> None:
 
 
 def build_again(ctx: Context, *, always: bool) -> None:
-    """The first build was killed while it wrote the file."""
+    """Builds again after a first build was killed while it wrote the file."""
     helper = Helper(ctx)
     helper.hold.touch()
     first = subprocess.Popen(["make", "-C", str(helper.folder)], start_new_session=True)
@@ -148,7 +148,7 @@ def build_again(ctx: Context, *, always: bool) -> None:
 
 
 def build_on_nodes(ctx: Context, *, each_node: bool) -> None:
-    """Two nodes with a disk of their own, one rank on each."""
+    """Builds on two nodes, each with its own disk and one rank."""
     helper = Helper(ctx, node=ctx.rank)
     ctx.reached()
     if ctx.rank == 0 or each_node:
@@ -164,7 +164,7 @@ def without(*names: str) -> None:
 
 
 def megatron(ctx: Context, **options: Any) -> Any:
-    """The configuration of a model of one layer, and a tensor-parallel group of one rank."""
+    """Creates a tensor-parallel group of one rank, and the configuration of a model with one layer."""
     without("transformer_engine", "apex", "fused_weight_gradient_mlp_cuda")
     parallel_state, transformer = core("parallel_state"), core("transformer")
     ctx.init_process_group(20)
@@ -176,7 +176,7 @@ def megatron(ctx: Context, **options: Any) -> Any:
 
 
 def fuse(ctx: Context, *, gradient_accumulation_fusion: bool) -> None:
-    """The layer that every Megatron model ends in."""
+    """Runs the kind of layer that every Megatron model ends in."""
     config = megatron(ctx, gradient_accumulation_fusion=gradient_accumulation_fusion)
     import torch
 
@@ -211,7 +211,7 @@ def build_model(ctx: Context, *, local: bool = True, persist_layer_norm: bool = 
 
 
 def compile_installed(ctx: Context, *, compiles: bool) -> None:
-    """What megatron.training calls at the start of every job, in the folder of the wheel."""
+    """Calls `compile_helpers` on an installed wheel, as megatron.training does at the start of every job."""
     utils = core("datasets.utils")
     if Path(utils.__file__).with_name("Makefile").exists():
         raise Unavailable("megatron-core is not installed from a wheel")
@@ -225,21 +225,21 @@ def compile_installed(ctx: Context, *, compiles: bool) -> None:
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Which parts are there, as files? Nothing is imported. What is merely absent, the job may not want."""
+    """Which compiled parts exist as files? Imports nothing. An absent part is no fault, as the job may not need it."""
     evidence: List[str] = []
     wrong: List[str] = []
     try:
         data = next((f / "core/datasets" for f in folders("megatron") if (f / "core/datasets").is_dir()), None)
         if data:
-            look_at_helper(data, evidence, wrong)
+            examine_helper(data, evidence, wrong)
         else:
-            evidence.append("megatron.core is not in this interpreter")
-        look_at_parts(bool(data), evidence, wrong)
+            evidence.append("megatron.core is not installed for this interpreter")
+        examine_parts(bool(data), evidence, wrong)
     except (OSError, ValueError, ImportError, AttributeError, subprocess.SubprocessError) as error:
-        return unknown(*evidence, *wrong, f"not everything could be read: {error}")
+        return unknown(*evidence, *wrong, f"kb could not read every file: {error}")
     if wrong:
         return exposed(*wrong, *evidence, advice="kb show megatron-build-missing --section fix")
-    return unknown(*evidence, "whether the job wants each part, and whether it loads, only the job shows")
+    return unknown(*evidence, "kb cannot tell which parts the job needs, or whether they load")
 
 
 def folders(name: str) -> List[Path]:
@@ -249,29 +249,32 @@ def folders(name: str) -> List[Path]:
     return [Path(place) for place in spec.submodule_search_locations or [str(Path(spec.origin or "").parent)]]
 
 
-def look_at_helper(data: Path, evidence: List[str], wrong: List[str]) -> None:
+def examine_helper(data: Path, evidence: List[str], wrong: List[str]) -> None:
     stem = "helpers_cpp" if (data / "helpers.py").exists() else "helpers"
-    made = [data / (stem + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    made = [path for path in made if path.exists()]
+    built = [data / (stem + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    built = [path for path in built if path.exists()]
     other = sorted(p.name for p in data.glob(stem + "*") if p.suffix in (".so", ""))
     config, suffix = shutil.which("python3-config"), ""
     if config:
         ran = subprocess.run([config, "--extension-suffix"], stdout=subprocess.PIPE, timeout=2, check=False)
         suffix = ran.stdout.decode(errors="replace").strip()[:80]
-    if made and is_cut_short(made[0]):
-        wrong.append(f"{made[0]} is not complete: a build is writing it, or was killed (then make -B)")
-    elif made:
-        evidence.append(f"the helper of the data sets is there: {made[0]}")
-    elif other and (suffix != OWN or not (data / "Makefile").exists()):
-        wrong.append(f"{data} has {', '.join(other)[:200]}, this Python looks for {stem}{OWN}, make here: {suffix!r}")
+    if built and is_cut_short(built[0]):
+        wrong.append(f"{built[0]} is truncated: a build is still writing it, or was killed (then run make -B)")
+    elif built:
+        evidence.append(f"the helper of the datasets exists: {built[0]}")
+    elif other and (suffix != SUFFIX or not (data / "Makefile").exists()):
+        wrong.append(
+            f"{data} has {', '.join(other)[:200]}, but this Python looks for {stem}{SUFFIX}; "
+            f"python3-config says {suffix!r}"
+        )
     else:
-        how = [f"Makefile {'there' if (data / 'Makefile').exists() else 'absent'}", f"python3-config says {suffix!r}"]
-        how.append("can be written" if os.access(data, os.W_OK) else "cannot be written")
-        evidence.append(f"{data} has no {stem} ({', '.join(how)})")
+        makefile = "a Makefile" if (data / "Makefile").exists() else "no Makefile"
+        access = "writable" if os.access(data, os.W_OK) else "not writable"
+        evidence.append(f"{data} has no {stem} and {makefile}, and is {access}; python3-config says {suffix!r}")
 
 
 def is_cut_short(path: Path) -> bool:
-    """The table of sections is the last thing in the file that a linker writes."""
+    """Whether an ELF file ends before its table of sections does. A linker writes that table last."""
     with path.open("rb") as file:
         head = file.read(64)
     if len(head) < 64 or not head.startswith(b"\x7fELF\x02\x01"):
@@ -280,29 +283,29 @@ def is_cut_short(path: Path) -> bool:
     return bool(start + size * count > path.stat().st_size)
 
 
-def look_at_parts(megatron_here: bool, evidence: List[str], wrong: List[str]) -> None:
+def examine_parts(has_megatron: bool, evidence: List[str], wrong: List[str]) -> None:
     apex = next(iter(folders("apex")), None)
     if apex and (apex / "lib/libapex.py").exists():
-        wrong.append(f"{apex} is another project, which PyPI calls apex: pip uninstall apex")
+        wrong.append(f"{apex} is not NVIDIA's Apex but an unrelated project of that name on PyPI: pip uninstall apex")
     else:
         evidence.append(f"Apex: {apex or 'absent'}")
     engine: Optional[Path] = next(iter(folders("transformer_engine")), None)
     bases = (engine.parent, Path(sysconfig.get_paths()["purelib"])) if engine else ()
     places = [base / inner for base in bases for inner in (".", "transformer_engine", "transformer_engine/wheel_lib")]
-    parts = ("torch", "extensions", "jax")  # extensions: torch's part up to 1.7
+    parts = ("torch", "extensions", "jax")  # "extensions" is the part for torch up to release 1.7
     found = {part for part in parts for place in places if any(place.glob(f"transformer_engine_{part}*.so"))}
-    if engine and megatron_here and not found:
-        wrong.append(f"{engine} was installed without a part for torch: there is no transformer_engine_torch")
+    if engine and has_megatron and not found:
+        wrong.append(f"{engine} was installed without its part for torch, transformer_engine_torch")
     else:
         evidence.append(f"Transformer Engine: {engine or 'absent'}, parts {sorted(found)}")
     for name in ("amp_C", "fused_weight_gradient_mlp_cuda", "grouped_gemm"):
-        evidence.append(f"{name}: " + ("there" if importlib.util.find_spec(name) else "absent"))
+        evidence.append(f"{name}: " + ("present" if importlib.util.find_spec(name) else "absent"))
 
 
-STAND_IN = "the helper of megatron-core: a module of a few lines, built by make in the same way"
+STAND_IN = "the helper of megatron-core, replaced by a module of a few lines that make builds in the same way"
 NO_MODULE = raised(r"No module named 'megatron\.core\.datasets\.helpers_cpp'")
 SHORT = raised(r"helpers_cpp\S*\.so: file too short")
-OWN_SUFFIX = "make gets the suffix of the job's Python"
+OWN_SUFFIX = "passes the suffix of the job's Python to make"
 CORE = {"torch": ">=2.1", "megatron-core": ">=0.12"}
 
 
@@ -317,7 +320,7 @@ def pair(
     off: bool = False,
     packages: Optional[Mapping[str, str]] = None,
 ) -> Experiment:
-    """`flag` is `off` in the control arm and the other in the treatment."""
+    """`flag` is `off` in the control arm, and `not off` in the treatment arm."""
     kind, stands_for = ("cpu", "") if packages else ("stand-in", STAND_IN)
     return Experiment(
         name=name,
@@ -330,12 +333,37 @@ def pair(
     )
 
 
-MADE: Any = (
-    ("helper", build, "own_suffix", NO_MODULE, "python3-config of another Python: another name", OWN_SUFFIX),
-    ("no-config", partial(build, suffix=""), "own_suffix", NO_MODULE, "no python3-config: no suffix", OWN_SUFFIX),
-    ("ranks", build_by_ranks, "one_rank", SHORT, "rank 1 calls make while rank 0 writes", "rank 1 waits for rank 0", 2),
-    ("killed", build_again, "always", SHORT, "a build was killed while it wrote", "make -B builds again"),
-    ("nodes", build_on_nodes, "each_node", NO_MODULE, "rank 0 builds, node 1 has its own disk", "each node builds", 2),
+OTHER_CONFIG = "make asks the python3-config of another Python, which names the file differently"
+NO_CONFIG = "make finds no python3-config, so the file gets no suffix"
+BUILDS: Any = (
+    ("helper", build, "own_suffix", NO_MODULE, OTHER_CONFIG, OWN_SUFFIX),
+    ("no-config", partial(build, suffix=""), "own_suffix", NO_MODULE, NO_CONFIG, OWN_SUFFIX),
+    (
+        "ranks",
+        build_by_ranks,
+        "one_rank",
+        SHORT,
+        "rank 1 calls make while rank 0 is still writing the file, and loads it",
+        "rank 1 waits until rank 0 has built",
+        2,
+    ),
+    (
+        "killed",
+        build_again,
+        "always",
+        SHORT,
+        "make keeps the truncated file of a build that was killed",
+        "make -B builds the file again",
+    ),
+    (
+        "nodes",
+        build_on_nodes,
+        "each_node",
+        NO_MODULE,
+        "rank 0 alone builds, but node 1 has its own disk",
+        "each node builds the helper",
+        2,
+    ),
 )
 FUSED: Any = (
     ("fusion", fuse, "gradient_accumulation_fusion", r"set to True but the custom CUDA extension fused_weight_grad"),
@@ -343,18 +371,20 @@ FUSED: Any = (
     ("softmax", fuse_softmax, "masked_softmax_fusion", r"No module named 'scaled_(upper_triang_)?masked_softmax_cuda'"),
     ("rope", fuse_rope, "apply_rope_fusion", r"apply_rope_fusion is not available"),
 )
+FLAG_ON = "%s is on, as by default in Megatron-LM, and needs a part that is not installed"
+FLAG_OFF = "%s is off"
 probe = Probe(
     check=check,
-    experiments=(pair(*MADE[0]),),
+    experiments=(pair(*BUILDS[0]),),
     variants=(
-        *(pair(*row) for row in MADE[1:]),
+        *(pair(*row) for row in BUILDS[1:]),
         pair(
             "wheel",
             compile_installed,
             "compiles",
             symptom(r"compile_helpers ends the job with exit code 1"),
-            "make runs in the folder of the wheel, which has no Makefile",
-            "the helper of the wheel is imported, and nothing compiled",
+            "compile_helpers runs make in the folder of the wheel, which has no Makefile",
+            "imports the compiled helper of the wheel, and compiles nothing",
             off=True,
             packages={**CORE, "megatron-core": ">=0.12,<0.17"},
         ),
@@ -363,12 +393,12 @@ probe = Probe(
             build_model,
             "local",
             raised(r"name 'TE\w+' is not defined|'NoneType' object is not callable"),
-            "the layers are those of Transformer Engine, which is absent",
-            "the local layers",
+            "the model uses the layers of Transformer Engine, which is not installed",
+            "the model uses the local layers",
             packages=CORE,
         ),
         *(
-            pair(name, job, flag, raised(pattern), "the default of Megatron-LM", "it is off", off=True, packages=CORE)
+            pair(name, job, flag, raised(pattern), FLAG_ON % flag, FLAG_OFF % flag, off=True, packages=CORE)
             for name, job, flag, pattern in FUSED
         ),
     ),

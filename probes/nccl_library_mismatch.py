@@ -1,7 +1,7 @@
-"""A framework that was built against a newer libnccl.so.2 meets an older one of the same name.
+"""A framework was built against a newer libnccl.so.2, but the process loads an older library of that name.
 
-Three small libraries stand for libtorch_cuda.so and two releases of NCCL; the dynamic linker that decides between them
-is the real one. `how` chooses the way in which the older one gets in.
+Three small libraries stand for libtorch_cuda.so and two releases of NCCL, and the real dynamic linker decides which one
+the process uses. `how` chooses the way in which the older library gets into the process.
 """
 
 import mmap
@@ -41,7 +41,7 @@ int ncclGetVersion(int *v); int ncclCommWindowRegister(void);
 int version(void) { int v = 0; ncclGetVersion(&v); return v + ncclCommWindowRegister(); }
 """
 START = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].version())"
-LOADED = (  # as the entry prints it
+LOADED = (  # the code that the entry prints
     "import ctypes, torch; v = ctypes.c_int(); "
     "ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(v)); print(v.value)"
 )
@@ -56,7 +56,7 @@ def build(source: str, to: Path, *options: str) -> str:
 
 
 def start(*command: str, **variables: str) -> str:
-    """What a fresh Python prints, as `import torch` in a new process; its ImportError, if it has one."""
+    """Runs code in a new Python process and returns its output. Raises its last line as `ImportError` if it fails."""
     environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
     ran = subprocess.run(
         [sys.executable, "-c", *command],
@@ -72,12 +72,12 @@ def start(*command: str, **variables: str) -> str:
 
 
 def start_framework(ctx: Context, *, old_gets_in: bool, how: str = "", newer_in_path: bool = False) -> None:
-    """Load the framework as `import torch` does, in a fresh process; the older library is on disk in both arms."""
+    """Loads the framework in a new process, as `import torch` does. The older library is on disk in both arms."""
     how = how or ctx.params["how"]
     assert how in HOWS, f"how is one of {HOWS}"
     soname = "-Wl,-soname,libnccl.so.2"
     new, old = build(NEW, ctx.dir / "wheel/libnccl.so.2", soname), build(OLD, ctx.dir / "system/libnccl.so.2", soname)
-    # as torch's wheels are linked: RPATH, searched before LD_LIBRARY_PATH. Source builds and conda: RUNPATH, after it
+    # torch's wheels have an RPATH, searched before LD_LIBRARY_PATH; source builds and conda a RUNPATH, searched after
     linked = "--enable-new-dtags" if how == "path" else "--disable-new-dtags"
     framework = build(
         FRAMEWORK, ctx.dir / "torch/libtorch_cuda.so", new, f"-Wl,{linked}", "-Wl,-rpath,$ORIGIN/../wheel"
@@ -92,28 +92,28 @@ def start_framework(ctx: Context, *, old_gets_in: bool, how: str = "", newer_in_
         if how == "overwritten":
             shutil.copy(old, new)
     elif how == "earlier":
-        libraries = [framework, old, framework]  # the fix: the framework first
+        libraries = [framework, old, framework]  # the fix: load the framework first
     ctx.reached()
     version = start(START, *libraries, **variables)
     ctx.note(nccl=int(version))
-    assert version == "22703", "the framework runs with NCCL " + version
+    assert version == "22703", "the framework uses NCCL " + version
 
 
 def import_torch(ctx: Context, *, old_gets_in: bool) -> None:
-    """The real torch, with an empty libnccl.so.2 in front of its own; it says which one it has loaded."""
+    """Imports the real torch, perhaps after a stub of libnccl.so.2, and reads the version that the process uses."""
     old = build(OLD, ctx.dir / "old/libnccl.so.2", "-Wl,-soname,libnccl.so.2")
-    required = numbers(next(iter(dictated().values())))
+    required = numbers(next(iter(nccl_requirements().values())))
     ctx.reached()
     version = start(LOADED, **({"LD_PRELOAD": old} if old_gets_in else {}))
     ctx.note(nccl=int(version), torch_requires=required)
     assert int(version) == 10000 * required[0] + 100 * required[1] + required[2], version
 
 
-# --- the check: which libnccl is pinned, installed, on the disk, and in front of it ---------------------------------
+# --- the check: which NCCL does torch require, which is installed, and which does the linker find first? ------------
 
 
 def version_in(path: str) -> str:
-    """`2.27.3` of a libnccl file: NCCL keeps the string in its data for this purpose."""
+    """The version of a libnccl file, such as `2.27.3`, from a string that NCCL has in its data for this purpose."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             at = data.find(b"NCCL version 2.")
@@ -123,8 +123,8 @@ def version_in(path: str) -> str:
     return match.group(1).decode() if match else ""
 
 
-def dictated() -> Dict[str, str]:
-    """What the installed torch requires: `{"nvidia-nccl-cu12": "2.27.3"}`."""
+def nccl_requirements() -> Dict[str, str]:
+    """The NCCL package that the installed torch requires, such as `{"nvidia-nccl-cu12": "2.27.3"}`."""
     try:
         rules = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
@@ -134,45 +134,50 @@ def dictated() -> Dict[str, str]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does another NCCL come before the one that torch was built with, here or on another node?"""
+    """Does the linker find another NCCL before the one that torch was built with, or do nodes have different ones?"""
     if params["log"]:
         return compare_nodes(params["log"])
-    pinned = dictated()
+    pinned = nccl_requirements()
     if not pinned:
-        return unknown(
-            "the torch of this interpreter requires no NCCL package: it is a CPU build, or holds NCCL itself"
-        )
+        return unknown("the torch of this interpreter requires no NCCL package: it is a CPU build, or it contains NCCL")
     (package, version), *_ = pinned.items()
     installed = {name: found for name in NCCL_PACKAGES if (found := installed_version(name))}
     evidence = [f"torch requires {package} {version}; installed: {installed or 'none'}"]
     files = [str(metadata.distribution(name).locate_file("nvidia/nccl/lib/libnccl.so.2")) for name in installed]
     on_disk = version_in(files[0]) if files else ""
-    evidence.append(f"{files[0] if files else 'its file'} is NCCL {on_disk or 'of unknown version'}")
+    evidence.append(f"{files[0] if files else 'its file'} is NCCL {on_disk or 'of an unknown version'}")
     advice = f"pip install --force-reinstall --no-deps {package}=={version}"
     if len(installed) > 1:
         others = [name for name in installed if name != package]
-        evidence.append("all of these write the same file, nvidia/nccl/lib/libnccl.so.2: the last one installed won")
+        evidence.append(
+            "these packages all write nvidia/nccl/lib/libnccl.so.2, so the last one installed decides its version"
+        )
         state = exposed if on_disk != version else unknown
         return state(*evidence, advice=f"pip uninstall {' '.join(others)}, then {advice}")
     if on_disk and numbers(on_disk) < numbers(version):
-        return exposed(*evidence, "older than what torch was built with", advice=advice)
+        return exposed(*evidence, "this NCCL is older than the one that torch was built with", advice=advice)
     if not on_disk:
-        return unknown(*evidence, "it is not there, or does not say its version", advice=advice)
-    ahead = in_front()
-    evidence += ahead
-    older = [line for line in ahead if "(2." in line and numbers(line.split("(")[1].split(")")[0]) < numbers(version)]
-    preloaded = [line for line in ahead if line.startswith("LD_PRELOAD")]
+        return unknown(
+            *evidence, "kb cannot read the version: the file is missing, or does not contain one", advice=advice
+        )
+    others = other_libraries()
+    evidence += others
+    older = [line for line in others if "(2." in line and numbers(line.split("(")[1].split(")")[0]) < numbers(version)]
+    preloaded = [line for line in others if line.startswith("LD_PRELOAD")]
     if any(line in older for line in preloaded):
-        return exposed(*evidence, advice="take libnccl out of LD_PRELOAD")
+        return exposed(*evidence, advice="remove libnccl from LD_PRELOAD")
     if preloaded:
-        return unknown(*evidence, "what is preloaded is what torch gets: it must not be older than required")
+        return unknown(*evidence, "torch uses the preloaded library, which must not be older than the required version")
     if older and on_disk == version:
         return unknown(
-            *evidence, "an older one is on this machine: what loads it before torch cannot be seen from here"
+            *evidence, "this machine has an older NCCL, and kb cannot tell whether the job loads it before torch"
         )
     if on_disk != version:
-        return unknown(*evidence, "newer than what torch was built with: it loads; all nodes must have the same")
-    note = "of this node, if nothing loads a libnccl of its own before torch; --set log=FILE compares the nodes"
+        return unknown(
+            *evidence,
+            "this NCCL is newer than the one that torch was built with: it loads, but all nodes must have the same",
+        )
+    note = "this holds for this node, if nothing loads another libnccl before torch; --set log=FILE compares the nodes"
     return clear(*evidence, note)
 
 
@@ -180,8 +185,8 @@ def numbers(version: str) -> List[int]:
     return [int(part) for part in re.findall(r"\d+", version)]
 
 
-def in_front() -> List[str]:
-    """Other libnccl files that the linker may find first."""
+def other_libraries() -> List[str]:
+    """Lists other libnccl files that the linker may find first."""
     preload = [path for path in re.split(r"[ :]+", os.environ.get("LD_PRELOAD", "")) if "libnccl.so" in path]
     result = [f"LD_PRELOAD: {path} ({version_in(path) or 'version unknown'})" for path in preload]
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -191,42 +196,48 @@ def in_front() -> List[str]:
     ]
     for kind, folder in places:
         for path in glob(f"{folder}/libnccl.so.2")[:2]:
-            result.append(
-                f"{kind}: {path} ({version_in(path) or 'version unknown'}); torch's wheel passes it by, others load it"
-            )
+            version = version_in(path) or "version unknown"
+            result.append(f"{kind}: {path} ({version}); torch's wheel ignores it, but other libraries load it")
     return result
 
 
 def compare_nodes(log: Path) -> Finding:
-    """More than one NCCL in the collected logs of one job?"""
+    """Do the collected logs of one job contain more than one NCCL version?"""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError as error:
         return unknown(f"{log}: {error.strerror}")
-    seen: Dict[str, str] = {}
+    line_of_version: Dict[str, str] = {}
     hosts: Set[str] = set()
     count = 0
     for line in lines:
         match = re.search(r"NCCL version (\d+\.\d+\.\d+)", line)
         if match:
             count += 1
-            seen.setdefault(match.group(1), line.strip()[:120])
+            line_of_version.setdefault(match.group(1), line.strip()[:120])
             host = re.search(r"([\w.-]+):\d+:\d+ \[\d+\] NCCL INFO NCCL version", line)
             hosts.update(host.groups() if host else ())
-    if not seen:
-        return unknown(f"no `NCCL version` line in {log}", advice="run once with NCCL_DEBUG=INFO on every rank")
-    if len(seen) > 1:
-        return exposed(*seen.values(), advice="install one NCCL on all nodes: the same wheel, the same image")
-    said = f"{count} `NCCL version` lines of {len(hosts)} named hosts, all {', '.join(seen)}; others are not covered"
+    if not line_of_version:
+        return unknown(
+            f"{log} has no `NCCL version` line", advice="run the job once with NCCL_DEBUG=INFO on every rank"
+        )
+    if len(line_of_version) > 1:
+        return exposed(
+            *line_of_version.values(), advice="install the same NCCL on all nodes: the same wheel, the same image"
+        )
+    (version,) = line_of_version
+    message = f"all {count} `NCCL version` lines, from {len(hosts)} named hosts, say {version}"
     if len(hosts) < 2:
-        only = "with VERSION, and up to NCCL 2.21 with INFO as well, only rank 0 of a group prints one"
-        return unknown(said, only, advice="INFO on every rank, or ask each node as the entry's Fix does")
-    return clear(said)
+        only = "with NCCL_DEBUG=VERSION, and up to NCCL 2.21 also with INFO, only rank 0 of a group prints this line"
+        return unknown(
+            message, only, advice="set NCCL_DEBUG=INFO on every rank, or ask each node as the entry's Fix does"
+        )
+    return clear(message + "; other hosts are not covered")
 
 
 UNDEFINED = r"undefined symbol: nccl[A-Z]\w+"
-STANDS_FOR = "libtorch_cuda.so and two releases of libnccl.so.2; the dynamic linker is the real one"
-STUB = "the older libnccl.so.2, which holds one function; torch and the dynamic linker are the real ones"
+STANDS_FOR = "libtorch_cuda.so and two releases of libnccl.so.2, but the dynamic linker is the real one"
+STUB = "the older libnccl.so.2, replaced by one function; torch and the dynamic linker are the real ones"
 
 
 def with_torch(name: str, package: str) -> Experiment:
@@ -235,7 +246,7 @@ def with_torch(name: str, package: str) -> Experiment:
         control=Arm(
             partial(import_torch, old_gets_in=True),
             raised(UNDEFINED),
-            "the older library is preloaded",
+            "LD_PRELOAD loads the older library before torch loads its own",
             "stand-in",
             STUB,
         ),
@@ -264,36 +275,36 @@ def with_linker(name: str, because: str, fix: str, how: str = "", newer_in_path:
 
 probe = Probe(
     params={
-        "how": Param("str", f"how the older library gets in: {', '.join(HOWS)}", "earlier"),
-        "log": Param("path", "log of all ranks, run with NCCL_DEBUG=INFO: are the NCCL versions equal?"),
+        "how": Param("str", f"how the older library gets into the process: {', '.join(HOWS)}", "earlier"),
+        "log": Param("path", "a log of all ranks with NCCL_DEBUG=INFO, whose NCCL versions kb compares"),
     },
     check=check,
     experiments=(
         with_linker(
             "linker",
-            "an older library of the same name is in the process before the framework, or in its place",
-            "the first libnccl that the framework meets is the one it was built with",
+            "the process has loaded an older libnccl.so.2 before the framework, or finds it first",
+            "the process loads the libnccl that the framework was built with first",
         ),
     ),
     variants=(
         with_linker(
             "overwritten",
-            "an older library was written over the one that the framework was built with",
-            "the file is again the one that the framework was built with",
+            "an older library has overwritten the one that the framework was built with",
+            "the file is the one that the framework was built with",
             "overwritten",
         ),
         with_linker(
             "newer-elsewhere",
-            "the file is overwritten, and a library that is new enough lies in LD_LIBRARY_PATH, which RPATH precedes",
-            "the file is again the one that the framework was built with",
+            "the file is overwritten, and RPATH precedes LD_LIBRARY_PATH, which has a library that is new enough",
+            "the file is the one that the framework was built with",
             "overwritten",
             newer_in_path=True,
         ),
-        with_linker("preload", "an older library is preloaded", "nothing is preloaded", "preload"),
+        with_linker("preload", "LD_PRELOAD loads an older library first", "LD_PRELOAD is not set", "preload"),
         with_linker(
             "path",
-            "LD_LIBRARY_PATH leads to an older library, and the framework has a RUNPATH",
-            "the folder is taken out of LD_LIBRARY_PATH",
+            "LD_LIBRARY_PATH contains an older library, and precedes the framework's RUNPATH",
+            "LD_LIBRARY_PATH does not contain the folder of the older library",
             "path",
         ),
         with_torch("torch-cu12", "nvidia-nccl-cu12"),

@@ -1,4 +1,4 @@
-"""Parallel degrees that do not fit: their product is not the number of ranks, or one cuts through a head."""
+"""Parallel degrees do not fit: their product does not divide the number of ranks, or one splits a head."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from kb.training_config import UnreadableConfig, read_config
 
 LARGEST_DEGREE = 4096
 TEXT = ("text_config", "llm_config")
-OTHER_COUNTS = r"heads$|_groups$|intermediate_size|ffn_hidden_size"  # of other layers, in names of config.json
+OTHER_COUNTS = (
+    r"heads$|_groups$|intermediate_size|ffn_hidden_size"  # keys of config.json that count parts of other layers
+)
 TOWERS = ("vision_config", "audio_config", "thinker_config")
 WIDTH, HEAD = 32, 64
-# Names of config.json, by what they count.
+# Keys of config.json, by what they count.
 COUNTS = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
@@ -43,7 +45,7 @@ COUNTS = {
 
 
 def build_mesh(ctx: Context, *, data_parallel: Optional[int] = None) -> None:
-    """Two ranks, tensor parallelism of two; the data-parallel degree is given, or what is left."""
+    """Builds a mesh of two ranks with tensor parallelism of two; computes the data-parallel degree if it is None."""
     from torch.distributed.device_mesh import init_device_mesh
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -60,7 +62,7 @@ def build_mesh(ctx: Context, *, data_parallel: Optional[int] = None) -> None:
 
 
 def read_samples(ctx: Context, *, by_replica: bool) -> None:
-    """The ranks of a tensor-parallel group read data: each a share of its own, or the share of their replica."""
+    """Each rank of a tensor-parallel group reads its own share of the data, or the share of its replica."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.data import DistributedSampler
 
@@ -75,23 +77,23 @@ def read_samples(ctx: Context, *, by_replica: bool) -> None:
     read: List[List[int]] = [[], []]
     dist.all_gather_object(read, list(sampler))
     if read[0] != read[1]:
-        raise Symptom("one tensor-parallel group reads samples %s and %s; no error" % (read[0], read[1]))
+        raise Symptom("the ranks of one tensor-parallel group silently read samples %s and %s" % (read[0], read[1]))
     assert sorted(read[0]) == list(dataset)
 
 
-def leave_out(ctx: Context, *, degree: int) -> None:
-    """A mesh that is smaller than the world is accepted."""
+def build_small_mesh(ctx: Context, *, degree: int) -> None:
+    """Builds a mesh that may be smaller than the world. torch accepts it."""
     from torch.distributed.device_mesh import init_device_mesh
 
     ctx.init_process_group(timeout_s=10)
     ctx.reached()
     mesh = init_device_mesh(ctx.device.type, (degree,))
     if mesh.get_coordinate() is None:
-        raise Symptom("rank %d of %d is in no mesh; no error" % (ctx.rank, ctx.world_size))
+        raise Symptom("rank %d of %d is in no mesh, and torch raised no error" % (ctx.rank, ctx.world_size))
 
 
 def attend(ctx: Context, *, tp: int, heads: int = 4, kv_heads: int = 1) -> None:
-    """Grouped-query attention, cut by columns, with the reshape that transformers and torchtitan have."""
+    """Runs grouped-query attention, split by columns, with the reshape of transformers and torchtitan."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -129,12 +131,14 @@ def attend(ctx: Context, *, tp: int, heads: int = 4, kv_heads: int = 1) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the degrees divide what they cut, and does their product fit the ranks? Reads numbers, and a config.json."""
+    """Does each degree divide what it splits, and does their product divide the number of ranks?"""
     degrees = {name: params[name] for name in ("tp", "pp", "cp", "ep") if params[name] is not None}
     if not degrees:
-        return unknown("no degree was given", advice="--set tp=8 --set world_size=16 --set model_config=config.json")
+        return unknown(
+            "no degree was given", advice="run --set tp=8 --set world_size=16 --set model_config=config.json"
+        )
     if any(degree < 1 for degree in degrees.values()):
-        return unknown("a degree below 1: %s" % degrees)
+        return unknown("a degree is below 1: %s" % degrees)
     counts: Dict[str, int] = {}
     uncompared: List[str] = []
     if params["model_config"] is not None:
@@ -144,55 +148,66 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
     counts.update({name: params[name] for name in (*COUNTS, "world_size") if params.get(name) is not None})
     if any(count < 1 for count in counts.values()):
-        return unknown("a count below 1: %s" % counts)
+        return unknown("a count is below 1: %s" % counts)
+    return judge_degrees(degrees, counts, uncompared)
+
+
+def judge_degrees(degrees: Mapping[str, int], counts: Mapping[str, int], uncompared: List[str]) -> Finding:
     tp, pp, cp, ep = (degrees.get(name, 1) for name in ("tp", "pp", "cp", "ep"))
     uncompared = [name for name in uncompared if tp > 1 and not (name == "KV heads" and "kv_heads" in counts)]
     heads, ranks = counts.get("heads"), counts.get("world_size")
     kv_heads = counts.get("kv_heads", None if "KV heads" in uncompared else heads)
     required = [
-        ("world_size, by tp * pp * cp", ranks, tp * pp * cp),
-        ("world_size, by ep * pp", ranks, ep * pp),
-        ("heads, by tp", heads, tp),
+        ("world_size by tp * pp * cp", ranks, tp * pp * cp),
+        ("world_size by ep * pp", ranks, ep * pp),
+        ("heads by tp", heads, tp),
     ]
-    usual = [  # where some frameworks copy, pad or cut unevenly
-        ("world_size, by tp * ep * pp", ranks, tp * ep * pp),
-        ("kv_heads, by tp", kv_heads, tp),
-        ("layers, by pp", counts.get("layers"), pp),
-        ("experts, by ep", counts.get("experts"), ep),
-        ("vocabulary, by tp", counts.get("vocabulary"), tp),
-        ("width, by tp", counts.get("width"), tp),
+    usual = [  # some frameworks copy, pad or split unevenly instead
+        ("world_size by tp * ep * pp", ranks, tp * ep * pp),
+        ("kv_heads by tp", kv_heads, tp),
+        ("layers by pp", counts.get("layers"), pp),
+        ("experts by ep", counts.get("experts"), ep),
+        ("vocabulary by tp", counts.get("vocabulary"), tp),
+        ("width by tp", counts.get("width"), tp),
     ]
     if broken := name_broken(required):
-        return exposed(*broken, *name_broken(usual), advice=fitting(heads, kv_heads))
+        return exposed(*broken, *name_broken(usual), advice=advise_degrees(heads, kv_heads))
     if broken := name_broken(usual):
-        reason = "some frameworks copy KV heads, pad, or cut layers and experts unevenly; others refuse"
-        return unknown(*broken, reason, advice="see the Fix")
+        reason = "some frameworks copy KV heads, pad, or split layers and experts unevenly; others raise an error"
+        return unknown(*broken, reason, advice="kb show parallel-sizes-do-not-divide --section fix")
     if missing := [name for name, count, by in required + usual if count is None and by > 1]:
-        return unknown("not given: %s" % "; ".join(missing), advice="--set model_config=config.json --set world_size=8")
+        return unknown(
+            "kb has no numbers for these rules: %s" % "; ".join(missing),
+            advice="run --set model_config=config.json --set world_size=8",
+        )
     if cp > 1:
         uncompared.append("the sequence length")
     if ep > 1:
-        uncompared.append("replicas: ep is taken from the ranks of one")
+        uncompared.append("replicas, of which ep takes ranks")
     if uncompared:
-        return unknown("not compared with the degrees: %s" % "; ".join(uncompared))
-    return clear(*["%s: %s by %d" % rule for rule in required + usual if rule[1] is not None])
+        return unknown("kb cannot compare these with the degrees: %s" % "; ".join(uncompared))
+    return clear(*["%s divides evenly: %s by %d" % rule for rule in required + usual if rule[1] is not None])
 
 
 def name_broken(rules: List[Tuple[str, Optional[int], int]]) -> List[str]:
-    return ["%s: %d by %d" % (name, count, by) for name, count, by in rules if count is not None and count % by]
+    return [
+        "%s does not divide evenly: %d by %d" % (name, count, by)
+        for name, count, by in rules
+        if count is not None and count % by
+    ]
 
 
-def fitting(heads: Optional[int], kv_heads: Optional[int]) -> str:
+def advise_degrees(heads: Optional[int], kv_heads: Optional[int]) -> str:
     if not heads:
-        return "choose degrees whose product divides the ranks"
+        return "choose degrees whose product divides the number of ranks"
     degrees = [tp for tp in range(1, min(heads, LARGEST_DEGREE) + 1) if heads % tp == 0]
     plain = [tp for tp in degrees if not (kv_heads or heads) % tp]
     copied = [tp for tp in degrees if tp not in plain and not tp % (kv_heads or heads)]
-    return "tp that cuts no head: %s; with copied KV heads also %s" % (plain, copied)
+    return "choose a tp that splits no head: %s; if the framework copies KV heads, also %s" % (plain, copied)
 
 
 def read_counts(path: Path) -> Tuple[Dict[str, int], List[str]]:
-    """Counts by name, and what else the degrees cut. Raises `UnreadableConfig`."""
+    """Returns counts by name, and what else the degrees split. Raises `UnreadableConfig`."""
     values = read_config(path).values
     text: Dict[str, Any] = next((values[key] for key in TEXT if isinstance(values.get(key), dict)), {})
     both = {**values, **text}
@@ -239,23 +254,23 @@ gloo = pair(
     "gloo",
     (partial(build_mesh, data_parallel=2), partial(build_mesh, data_parallel=None)),
     r"Mesh should not be bigger than default world size( 2)?, but found 4 ranks",
-    "a mesh of two by two for two ranks",
-    "the data-parallel degree is what is left: one by two",
+    "asks for a mesh of two by two, which needs four ranks, on two ranks",
+    "computes the data-parallel degree from the ranks, which makes a mesh of one by two",
 )
 
 probe = Probe(
     check=check,
     params={
-        "model_config": Param("path", "config.json of the model: heads, KV heads, layers, experts"),
-        "world_size": Param("int", "all ranks of the job, or those of one engine"),
+        "model_config": Param("path", "config.json of the model, for its heads, KV heads, layers and experts"),
+        "world_size": Param("int", "number of ranks of the job, or of one engine"),
         "tp": Param("int", "tensor parallel degree"),
         "pp": Param("int", "pipeline parallel degree"),
-        "cp": Param("int", "context parallel degree, where it takes ranks of its own"),
+        "cp": Param("int", "context parallel degree, if context parallelism has ranks of its own"),
         "ep": Param("int", "expert parallel degree"),
-        "heads": Param("int", "attention heads, instead of the file's"),
-        "kv_heads": Param("int", "key and value heads (query groups), instead of the file's"),
-        "layers": Param("int", "layers, instead of the file's"),
-        "experts": Param("int", "routed experts, instead of the file's"),
+        "heads": Param("int", "number of attention heads, instead of that in the file"),
+        "kv_heads": Param("int", "number of key and value heads (query groups), instead of that in the file"),
+        "layers": Param("int", "number of layers, instead of that in the file"),
+        "experts": Param("int", "number of routed experts, instead of that in the file"),
     },
     experiments=(gloo.on_gpus(), gloo),
     variants=(
@@ -263,32 +278,32 @@ probe = Probe(
             "kv-heads",
             (partial(attend, tp=2), partial(attend, tp=1)),
             r"shape '\[2, 5, -1, 64\]' is invalid for input of size 320",
-            "one KV head, cut into two halves",
-            "the same ranks without tensor parallelism",
+            "tensor parallelism of two splits one KV head into halves",
+            "the same ranks run without tensor parallelism",
             {"torch": ">=2.6"},
         ),
         pair(
             "heads",
             (partial(attend, tp=2, heads=6, kv_heads=3), partial(attend, tp=2, heads=6, kv_heads=2)),
             r"shape '\[2, 5, -1, 64\]' is invalid for input of size 960",
-            "three KV heads on two ranks",
-            "two KV heads on two ranks",
+            "tensor parallelism of two does not divide three KV heads",
+            "tensor parallelism of two divides two KV heads",
             {"torch": ">=2.2"},
         ),
         pair(
             "left-out",
-            (partial(leave_out, degree=1), partial(leave_out, degree=2)),
-            r"rank 1 of 2 is in no mesh; no error",
-            "the degree is smaller than the number of ranks",
-            "the degrees use all ranks",
+            (partial(build_small_mesh, degree=1), partial(build_small_mesh, degree=2)),
+            r"rank 1 of 2 is in no mesh, and torch raised no error",
+            "the product of the degrees is smaller than the number of ranks",
+            "the product of the degrees is the number of ranks",
             measured=True,
         ),
         pair(
             "samples",
             (partial(read_samples, by_replica=False), partial(read_samples, by_replica=True)),
-            r"one tensor-parallel group reads samples \[[\d, ]+\] and \[[\d, ]+\]; no error",
-            "a sampler that counts ranks",
-            "a sampler that counts replicas",
+            r"the ranks of one tensor-parallel group silently read samples \[[\d, ]+\] and \[[\d, ]+\]",
+            "the sampler divides the samples by rank, so a tensor-parallel group reads different ones",
+            "the sampler divides the samples by replica",
             measured=True,
         ),
     ),

@@ -1,4 +1,4 @@
-"""A pool is forked, as `Dataset.map(num_proc=...)` does, from a process whose OpenMP threads have already worked."""
+"""`Dataset.map(num_proc=...)` forks a pool from a process that has already used its OpenMP threads, and hangs."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from kb.probe import (
     unknown,
 )
 
-PATIENCE_S = 1.5  # a healthy pool answers in a few hundredths of a second
+PATIENCE_S = 1.5  # a healthy pool answers within a few hundredths of a second
 SAMPLE_S = 0.4
-IDLE_TICKS = 3  # of 40 a core: datasets forks a queue besides its workers, and asks it 20 times a second
+IDLE_TICKS = 3  # of 40 per core; datasets also forks a process for a queue, which it polls 20 times a second
 
 
 def featurize(size: int) -> float:
-    """One item of the map: an operation that is large enough for torch to split it over its OpenMP threads."""
+    """One item of the map: an operation large enough for torch to split it over its OpenMP threads."""
     import torch
 
     return float(torch.ones(size).exp().mean())
 
 
 def featurize_alone(size: int) -> float:
-    """The same, on one thread: what the function that map gets does first."""
+    """The function of the map with the fix, which first limits torch to one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -56,23 +56,23 @@ def preprocess(
 
     import torch
 
-    torch.set_num_threads(parent_threads)  # arms get OMP_NUM_THREADS=1; a process that nobody limits has one per core
+    torch.set_num_threads(parent_threads)  # kb sets OMP_NUM_THREADS=1 for arms; the default is one thread per core
     if parent_has_worked:
-        featurize(1 << 20)  # the parent has used its OpenMP threads: from here on a second one exists
+        featurize(1 << 20)  # the parent uses its OpenMP threads: from here on a second one exists
     ctx.note(threads_of_parent=len(os.listdir("/proc/self/task")))
     ctx.reached()
     with multiprocessing.get_context("fork").Pool(2) as pool:
         answers = pool.map_async(featurize_alone if alone else featurize, [1 << 20] * 4)
         workers = [worker.pid or 0 for worker in multiprocessing.active_children()]
         idle_s, spent = 0.0, 0
-        while idle_s < PATIENCE_S and not answers.ready():  # a busy machine lets them wait, but not idle
+        while idle_s < PATIENCE_S and not answers.ready():  # on a busy machine they are slow, but not idle
             answers.wait(0.5)
             before, spent = spent, sum(_ticks(worker) for worker in workers)
             idle_s = idle_s + 0.5 if spent == before else 0.0
         if not answers.ready():
-            os.kill(workers[0], signal.SIGUSR1)  # its stack goes where ours will go
+            os.kill(workers[0], signal.SIGUSR1)  # it prints its stack to our stderr
             if measured:
-                raise Symptom(f"no answer of {len(workers)} workers, which have used {spent} ticks of CPU")
+                raise Symptom(f"{len(workers)} workers returned nothing and have used {spent} ticks of CPU")
         assert all(math.isclose(answer, math.e, rel_tol=1e-4) for answer in answers.get())
 
 
@@ -87,7 +87,7 @@ def count(text):
 
 
 def preprocess_with_lock(ctx: Context, *, method: str) -> None:
-    """No torch: another thread of the parent holds a lock at the moment of the fork, and the function wants it."""
+    """Without torch: another thread of the parent holds a lock during the fork, and the function acquires that lock."""
     import importlib
     import multiprocessing
     import sys
@@ -109,60 +109,81 @@ def preprocess_with_lock(ctx: Context, *, method: str) -> None:
     with multiprocessing.get_context(method).Pool(2) as pool:
         answers = pool.map_async(locked.count, ["four", "five"])
         answers.wait(PATIENCE_S if method == "fork" else 15)
-        done.set()  # too late for a fork, whose copy of the lock stays locked
+        done.set()  # a forked worker has a copy of the lock, which stays locked
         answers.wait(PATIENCE_S)
         if not answers.ready():
             spent = sum(_ticks(worker.pid or 0) for worker in multiprocessing.active_children())
-            raise Symptom(f"no answer of 2 workers, which have used {spent} ticks of CPU; the parent's lock is free")
+            raise Symptom(f"2 workers returned nothing and have used {spent} ticks of CPU; the parent's lock is free")
         assert answers.get() == [4, 4]
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are the workers of the seemingly frozen process working? Reads /proc twice, 0.4 s apart."""
+    """Do the workers of a process that seems frozen use the CPU? Reads /proc twice, 0.4 s apart."""
     pid = params["pid"]
     if pid is None:
-        return unknown("no process was named", advice="--set pid=PID, the process that draws the progress bar")
+        return unknown("no process was named", advice="run --set pid=PID, the process that draws the progress bar")
     try:
         workers = _forks_of(pid)
     except OSError:
-        return unknown("there is no process %d here, or it belongs to somebody else" % pid)
+        return unknown("this machine has no process %d, or it belongs to another user" % pid)
     if not workers:
-        return unknown("process %d has no forked workers" % pid, advice="name the process that draws the progress bar")
+        return unknown(
+            "process %d has no forked workers" % pid,
+            advice="run --set pid=PID, the process that draws the progress bar",
+        )
     before = {worker: _ticks(worker) for worker in workers}
     time.sleep(SAMPLE_S)
-    seen = [_look(worker, before[worker]) for worker in workers]
+    return _judge(pid, [_sample(worker, before[worker]) for worker in workers])
+
+
+def _judge(pid: int, samples: list[dict[str, Any]]) -> Finding:
     message = [
-        "worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % item for item in seen
+        "worker %(pid)d: %(state)s in %(where)s, %(threads)d threads, %(ticks)d ticks of CPU" % item for item in samples
     ]
-    evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(seen), pid, SAMPLE_S), *message[:8]]
-    asleep = [  # the queue of datasets always is, with several threads; a worker that waits for others' has one
-        item for item in seen if re.search(r"futex|^[0?]$", item["where"]) and not item["ticks"] and item["threads"] < 2
-    ]  # 0 and ?: the kernel does not tell
-    if sum(item["ticks"] for item in seen) > IDLE_TICKS:
+    evidence = ["%d forked workers of process %d, watched for %.1f s" % (len(samples), pid, SAMPLE_S), *message[:8]]
+    asleep = [  # the queue process of datasets always sleeps, but has several threads; a stuck worker has one
+        item
+        for item in samples
+        if re.search(r"futex|^[0?]$", item["where"]) and not item["ticks"] and item["threads"] < 2
+    ]  # 0 and ?: the kernel does not say where the worker sleeps
+    if sum(item["ticks"] for item in samples) > IDLE_TICKS:
         if asleep:
-            return unknown(*evidence, "some use the CPU, %d sleep, as on a lock: look again in a minute" % len(asleep))
-        spinning = [item["pid"] for item in seen if item["ticks"] and item["threads"] == 1 and _may_spin(item["pid"])]
+            return unknown(
+                *evidence,
+                "some workers use the CPU, and %d sleep, perhaps on a lock" % len(asleep),
+                advice="run this check again in a minute",
+            )
+        spinning = [
+            item["pid"] for item in samples if item["ticks"] and item["threads"] == 1 and _may_spin(item["pid"])
+        ]
         if spinning:
             return unknown(
                 *evidence,
-                "slow, or frozen: OMP_WAIT_POLICY or GOMP_SPINCOUNT lets a stuck worker spin",
-                advice="gdb -p %d -batch -ex bt: gomp_team_barrier_wait_end each time is a freeze" % spinning[0],
+                "the map is slow or frozen: OMP_WAIT_POLICY or GOMP_SPINCOUNT makes a stuck worker spin",
+                advice="run gdb -p %d -batch -ex bt a few times: gomp_team_barrier_wait_end each time means frozen"
+                % spinning[0],
             )
-        return clear(*evidence, "some use the CPU: the map is slow, not frozen")
-    if any(item["state"] == "D" for item in seen):
-        return unknown(*evidence, "some wait for a disk", advice="look at the storage first")
-    stuck = [item["pid"] for item in seen if "futex" in item["where"]]
-    if len(stuck) == len(seen):
+        return clear(*evidence, "some workers use the CPU: the map is slow, not frozen")
+    if any(item["state"] == "D" for item in samples):
+        return unknown(
+            *evidence, "some workers wait for a disk", advice="check the storage first: kb show storage-too-slow"
+        )
+    stuck = [item["pid"] for item in samples if "futex" in item["where"]]
+    if len(stuck) == len(samples):
         return exposed(
             *evidence,
-            "all of them sleep on a lock and use no CPU to speak of",
-            advice="gdb -p %d -batch -ex bt: gomp_team_barrier_wait_end in the only thread confirms it" % stuck[0],
+            "all workers sleep on a lock and use almost no CPU",
+            advice="run gdb -p %d -batch -ex bt: gomp_team_barrier_wait_end in the only thread confirms it" % stuck[0],
         )
-    return unknown(*evidence, "idle, but not all on a lock: as a pool without work", advice="py-spy dump --pid PID")
+    return unknown(
+        *evidence,
+        "the workers are idle, but not all wait for a lock: the pool may have no work",
+        advice="run py-spy dump --pid %d" % pid,
+    )
 
 
 def _forks_of(pid: int) -> list[int]:
-    """Children that run the same program with the same arguments: forked, not executed."""
+    """Returns the children with the same command line as the process, which were forked without exec."""
     command = Path("/proc/%d/cmdline" % pid).read_bytes()
     result = []
     for status in Path("/proc").glob("[0-9]*/stat"):
@@ -171,12 +192,12 @@ def _forks_of(pid: int) -> list[int]:
             if int(fields[1]) == pid and status.with_name("cmdline").read_bytes() == command:
                 result.append(int(status.parent.name))
         except (OSError, IndexError):
-            continue  # it has just ended
+            continue  # the process has just ended
     return sorted(result)
 
 
 def _may_spin(pid: int) -> bool:
-    """Whether its libgomp was told to wait without sleeping."""
+    """Whether the environment of the process tells libgomp to wait without sleeping."""
     try:
         variables = Path("/proc/%d/environ" % pid).read_bytes().upper().split(b"\0")
     except OSError:
@@ -192,7 +213,7 @@ def _ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
-def _look(pid: int, ticks_before: int) -> dict[str, Any]:
+def _sample(pid: int, ticks_before: int) -> dict[str, Any]:
     process = Path("/proc/%d" % pid)
     try:
         state = (process / "stat").read_text().rpartition(")")[2].split()[0]
@@ -209,7 +230,7 @@ def variant(
     treatment: Callable[..., None],
     because: str,
     fix: str,
-    pattern: str = r"no answer of 2 workers, which have used \d+ ticks of CPU",
+    pattern: str = r"2 workers returned nothing and have used \d+ ticks of CPU",
     env: Mapping[str, str] = MappingProxyType({}),
     packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
 ) -> Experiment:
@@ -225,20 +246,20 @@ def variant(
 
 probe = Probe(
     check=check,
-    params={"pid": Param("int", "the process whose map or filter seems frozen")},
+    params={"pid": Param("int", "process id of the script whose map or filter seems frozen")},
     experiments=(
         Experiment(
             name="openmp",
             control=Arm(
                 partial(preprocess, measured=False),
                 expect=hung(r"preprocess_num_proc_hang\.py\", line \d+ in featurize\n.*\bin mapstar\b"),
-                because="the workers wait for OpenMP threads that did not come along with the fork",
+                because="the workers wait for OpenMP threads of the parent, which a fork does not copy",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(preprocess, measured=False, alone=True),
                 expect=completed(),
-                because="the workers use one thread each and need no other",
+                because="each worker sets torch to one thread first",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -252,30 +273,30 @@ probe = Probe(
             "fresh-parent",
             partial(preprocess),
             partial(preprocess, parent_has_worked=False),
-            "the parent has run a torch operation on two threads",
-            "the parent has run none",
+            "the parent has run a torch operation on two threads before the fork",
+            "the parent has run no torch operation before the fork",
         ),
         variant(
             "one-thread-parent",
             partial(preprocess),
             partial(preprocess, parent_threads=1),
             "the parent has two OpenMP threads",
-            "it has one, as OMP_NUM_THREADS=1 and torchrun make it",
+            "the parent has one OpenMP thread, as with OMP_NUM_THREADS=1, which torchrun sets",
         ),
         variant(
             "tokenizers-parallelism",
             partial(preprocess),
             partial(preprocess, alone=True),
-            "TOKENIZERS_PARALLELISM=false is set, the threads are those of OpenMP",
-            "the workers use one thread each",
+            "TOKENIZERS_PARALLELISM=false does not affect the threads of OpenMP",
+            "each worker sets torch to one thread first",
             env={"TOKENIZERS_PARALLELISM": "false"},
         ),
         variant(
             "lock",
             partial(preprocess_with_lock, method="fork"),
             partial(preprocess_with_lock, method="spawn"),
-            "a thread of the parent holds a lock when the workers are forked",
-            "the workers are spawned, with locks of their own",
+            "a thread of the parent holds a lock during the fork, so the copy in the workers stays locked",
+            "the workers are spawned, and each has its own lock",
             packages={},
         ),
     ),

@@ -1,4 +1,4 @@
-"""GRPO samples a group of completions for each prompt, and the batch of all ranks does not hold whole groups."""
+"""GRPO needs a group of completions for each prompt, and the batch of all ranks does not contain whole groups."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEYS = {
     "generations": "num_generations",
     "eval_batch": "per_device_eval_batch_size",
 }
-UNJUDGED = (
+UNSUPPORTED = (
     "generation_batch_size",
     "steps_per_generation",
     "num_generations_eval",
@@ -46,8 +46,8 @@ UNJUDGED = (
     "per_gpu_eval_batch_size",
     "evaluation_strategy",  # the name of eval_strategy in older releases
 )
-GROUP = 4  # completions of a prompt, in the experiment without trl
-DEFAULTS = {"batch": 8, "accumulation": 1, "generations": 8, "eval_batch": 8}  # of trl 0.15 to 1.16
+GROUP = 4  # completions per prompt in the experiment without trl
+DEFAULTS = {"batch": 8, "accumulation": 1, "generations": 8, "eval_batch": 8}  # the defaults of trl 0.15 to 1.16
 
 
 def configure(
@@ -60,7 +60,7 @@ def configure(
     generation_batch: Optional[int] = None,
     eval_batch: Optional[int] = None,
 ) -> None:
-    """The real GRPOConfig; the number of processes is that of a launcher, or what it is told."""
+    """Creates a real GRPOConfig, which sees `processes` as the number of training processes."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(variable, None)
     hf: Any = importlib.import_module("transformers")
@@ -86,7 +86,7 @@ def configure(
 
 
 def gather_groups(ctx: Context, *, batch: int) -> None:
-    """What the rule protects: a global batch of two ranks has all four completions of each of its prompts."""
+    """Checks what the rule protects: the global batch of two ranks has all four completions of each of its prompts."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -102,7 +102,7 @@ def gather_groups(ctx: Context, *, batch: int) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the numbers, or a recipe, hold whole groups?"""
+    """Does the batch of all ranks contain whole groups, according to parameters or a recipe?"""
     values: Dict[str, Any] = {name: params[name] for name in KEYS}
     if params["config"] is not None:
         try:
@@ -111,27 +111,30 @@ def check(params: Mapping[str, Any]) -> Finding:
             return unknown(str(error))
         if kind != "arguments" or "num_generations" not in recipe:
             return unknown("%s has no num_generations" % params["config"])
-        unjudged = [key for key in UNJUDGED if recipe.get(key) not in (None, False)]
-        if unjudged:
-            return unknown("the recipe sets %s, which is not judged here" % " and ".join(unjudged))
+        unsupported = [key for key in UNSUPPORTED if recipe.get(key) not in (None, False)]
+        if unsupported:
+            return unknown("the recipe sets %s, which kb does not take into account" % " and ".join(unsupported))
         if "rlhf_type" in recipe and not all(key in recipe for key in KEYS.values()):
-            return unknown("a recipe of ms-swift without all batches, and its defaults are not those of trl")
+            return unknown("the recipe of ms-swift lacks a batch size, and its defaults differ from those of trl")
         values = {name: recipe.get(key) if values[name] is None else values[name] for name, key in KEYS.items()}
         if recipe.get("eval_strategy", "no") in ("no", "false", False, None):  # YAML reads a bare no as False
             values["eval_batch"] = None
         elif values["eval_batch"] is None:
             values["eval_batch"] = DEFAULTS["eval_batch"]
     if values["generations"] is None:
-        return unknown("num_generations was not given", advice="--set generations=8 --set batch=1 --set processes=7")
+        return unknown(
+            "num_generations was not given", advice="run --set generations=8 --set batch=1 --set processes=7"
+        )
     numbers = {name: DEFAULTS[name] if values[name] is None else values[name] for name in KEYS}
     if not all(type(number) is int and number > 0 for number in numbers.values()):
-        return unknown("these are no numbers above 0: %s" % numbers)
+        return unknown("kb needs whole numbers above 0: %s" % numbers)
     processes = params["processes"]
     if processes is None and re.fullmatch(r"[0-9]{1,7}", os.environ.get("WORLD_SIZE", "")):
         processes = int(os.environ["WORLD_SIZE"])
     if not processes or processes < 0:
         return unknown(
-            "the number of training processes is not known", advice="--set processes=7, without the GPUs of vLLM"
+            "kb does not know the number of training processes",
+            advice="run --set processes=7, without the processes of vLLM",
         )
     return judge(numbers, processes, has_eval=values["eval_batch"] is not None)
 
@@ -142,29 +145,37 @@ def judge(numbers: Mapping[str, int], processes: int, *, has_eval: bool) -> Find
     line = "%d processes x batch %d x accumulation %d = %d completions" % (processes, batch, accumulation, total)
     release = numbers_of(version("trl"))
     if release and release < (0, 15):
-        return unknown("trl %s counts prompts, and this rule is that of 0.15 and newer" % version("trl"))
+        return unknown(
+            "trl %s counts prompts in a batch; kb knows only the rule of 0.15 and newer, which counts completions"
+            % version("trl")
+        )
     if generations < 2:
-        return exposed("a group of %d has no advantage" % generations, advice="num_generations of 2 or more")
+        return exposed(
+            "a group of %d completion has no advantages" % generations, advice="set num_generations to 2 or more"
+        )
     if total % generations:
         factor = generations // math.gcd(processes * batch, generations)
-        change = "gradient_accumulation_steps=%d (trl 0.17 and newer)" % factor
+        change = "set gradient_accumulation_steps=%d (with trl 0.17 and newer)" % factor
         if release and release < (0, 17):
-            change, total = "per_device_train_batch_size=%d" % (batch * factor), processes * batch
+            change, total = "set per_device_train_batch_size=%d" % (batch * factor), processes * batch
         return exposed(
-            "%s, which %d does not divide; trl 0.15 and newer refuse that" % (line, generations),
-            advice="%s, or num_generations out of %s" % (change, divisors(total)),
+            "%s, which is not a multiple of num_generations=%d; trl 0.15 and newer raise an error"
+            % (line, generations),
+            advice="%s, or num_generations to one of %s" % (change, divisors(total)),
         )
     if has_eval and processes * numbers["eval_batch"] % generations:
-        shown = (processes, numbers["eval_batch"], generations)
-        return exposed("evaluation: %d processes x batch %d, which %d does not divide" % shown)
-    groups = "%s, %d prompts of %d" % (line, total // generations, generations)
+        product = (processes, numbers["eval_batch"], generations)
+        return exposed("evaluation: %d processes x batch %d is not a multiple of num_generations=%d" % product)
+    groups = "%s for %d prompts, %d for each" % (line, total // generations, generations)
     if processes * batch % generations == 0 or (release and release >= (0, 17)):
         return clear(groups)
-    needed = "trl 0.15 and 0.16 do not count the accumulation, and %d does not divide %d"
-    needed %= (generations, processes * batch)
+    needed = "trl 0.15 and 0.16 ignore the accumulation, and processes x batch = %d is not a multiple of %d"
+    needed %= (processes * batch, generations)
     if release:
-        return exposed(needed, advice="a larger per_device_train_batch_size, or trl 0.17 and newer")
-    return unknown(groups, needed, "which release of trl will run is not known", advice="--python of that environment")
+        return exposed(needed, advice="set a larger per_device_train_batch_size, or install trl 0.17 or newer")
+    return unknown(
+        groups, needed, "kb does not know which release of trl the job uses", advice="add --python PYTHON_OF_THE_JOB"
+    )
 
 
 def divisors(total: int) -> Tuple[int, ...]:
@@ -183,7 +194,7 @@ def arms(
     because_fixed: str,
     **changes: Any,
 ) -> Experiment:
-    """Two configurations that differ by one number."""
+    """Compares two configurations that differ by one number."""
     settings: Dict[str, Any] = {"world_size": 1, "needs": TRL, "deadline_s": 90.0, "expected_s": (3.0, 3.0), **changes}
     return Experiment(
         name,
@@ -193,20 +204,20 @@ def arms(
     )
 
 
-def torn(total: int, generations: int = 8) -> Expect:
+def incomplete_group(total: int, generations: int = 8) -> Expect:
     return raised(r"generation_batch_size \(%d\) must be divisible by num_generations \(%d\)" % (total, generations))
 
 
-STANDS_FOR = "GRPOTrainer: the same order of prompts and the same gathering, without a model"
+STANDS_FOR = "GRPOTrainer, whose order of prompts and gathering the probe copies without a model"
 
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "a recipe in YAML or JSON with num_generations"),
+        "config": Param("path", "a recipe in YAML or JSON that sets num_generations"),
         "batch": Param("int", "per_device_train_batch_size"),
         "accumulation": Param("int", "gradient_accumulation_steps"),
         "generations": Param("int", "num_generations"),
-        "eval_batch": Param("int", "per_device_eval_batch_size, if there is an evaluation"),
+        "eval_batch": Param("int", "per_device_eval_batch_size, if the job evaluates"),
         "processes": Param("int", "training processes, without those of vLLM (default: WORLD_SIZE)"),
     },
     experiments=(
@@ -214,23 +225,23 @@ probe = Probe(
             "trl",
             {"batch": 1},
             {"batch": 8},
-            torn(1),
-            "one process, one completion each time, and a group is eight",
-            "eight completions are one group",
+            incomplete_group(1),
+            "one process generates one completion per step, but a group has eight",
+            "one process generates eight completions per step, which are one group",
         ),
         Experiment(
             name="groups",
             control=Arm(
                 partial(gather_groups, batch=1),
                 expect=symptom(r"the batch has 2 of 4 completions of prompt 0"),
-                because="two ranks with a completion each, and a group is four",
+                because="two ranks generate one completion each, but a group has four",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(gather_groups, batch=2),
                 expect=completed(),
-                because="two ranks with two completions each are one group",
+                because="two ranks generate two completions each, which are one group",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
@@ -241,41 +252,41 @@ probe = Probe(
             "accumulation",
             {"batch": 1, "accumulation": 1},
             {"accumulation": 8},
-            torn(1),
-            "one process, one completion each time, and a group is eight",
-            "eight micro-batches of one completion are one group",
+            incomplete_group(1),
+            "one process generates one completion per step, but a group has eight",
+            "eight accumulated micro-batches of one completion are one group",
         ),
         arms(
             "seven-processes",
             {"batch": 1, "processes": 7, "accumulation": 1},
             {"accumulation": 8},
-            torn(7),
-            "seven training processes, as vLLM has the eighth GPU, and a group is eight",
-            "56 completions are seven groups",
+            incomplete_group(7),
+            "seven processes generate seven completions, as vLLM has the eighth GPU, but a group has eight",
+            "seven processes accumulate 56 completions, which are seven groups",
         ),
         arms(
             "group-of-seven",
             {"batch": 1, "processes": 7, "generations": 8},
             {"generations": 7},
-            torn(7),
-            "seven training processes and groups of eight",
-            "groups of seven",
+            incomplete_group(7),
+            "seven processes generate seven completions, but a group has eight",
+            "seven processes generate seven completions, which are one group of seven",
         ),
         arms(
             "generation-batch",
             {"batch": 1, "processes": 7, "generation_batch": 8},
             {"generation_batch": 56},
             raised(r"generation_batch_size \(8\) must be divisible by the global batch size \(7\)"),
-            "generation_batch_size is a whole group, and not the same for all seven processes",
-            "56 is a multiple of 7 and of 8",
+            "generation_batch_size=8 is one group, but seven processes cannot share it equally",
+            "generation_batch_size=56 is a multiple of 7 processes and of groups of 8",
         ),
         arms(
             "evaluation",
             {"batch": 8, "accumulation": 8, "eval_batch": 1},
             {"eval_batch": 8},
             raised(r"The global eval batch size \(1 \* 1\) must be divisible by"),
-            "the evaluation has a rule of its own, and accumulation plays no part in it",
-            "an evaluation batch of eight",
+            "the evaluation batch has one completion, and accumulation does not count for it",
+            "the evaluation batch has eight completions, which are one group",
             needs=Needs(packages={"torch": ">=2.1", "trl": ">=0.22"}),
         ),
         arms(
@@ -283,8 +294,8 @@ probe = Probe(
             {"batch": 8, "generations": 1},
             {"generations": 2},
             raised(r"GRPO requires at least 2 generations per prompt"),
-            "a group of one has nothing to compare with",
-            "a group of two",
+            "a group of one completion has no other to compare it with",
+            "a group has two completions",
         ),
     ),
 )
