@@ -1,4 +1,4 @@
-"""A frozen layer and two trainable adapter matrices in one FSDP1 unit, which keeps one requires_grad for all of it."""
+"""A frozen layer and trainable adapter matrices are in one FSDP1 unit, which has a single requires_grad for all."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kb.probe import (
 from kb.training_config import UnreadableConfig, read_config
 
 RATE = 0.01
-WHERE = "--python of the training environment"
+PYTHON = "add --python PYTHON_OF_THE_JOB"
 
 
 def wrap_and_train(ctx: Context, *, fix: str) -> None:
-    """LoRA by hand: 1056 frozen numbers, 128 trainable ones. One step must do what a single process does."""
+    """LoRA by hand: 1056 frozen and 128 trainable numbers. One step must give the weights of a single process."""
     import torch
     from torch import nn
     from torch.distributed import fsdp
@@ -45,7 +45,7 @@ def wrap_and_train(ctx: Context, *, fix: str) -> None:
     model: Any = nn.Sequential(base, nn.Linear(32, 2, bias=False), nn.Linear(2, 32, bias=False))
     data = torch.randn(2, 4, 32)
     base.requires_grad_(False)
-    should = trained_alone(model, data)
+    expected = trained_alone(model, data)
 
     def trains(module: torch.nn.Module) -> bool:
         weight = getattr(module, "weight", None)
@@ -76,13 +76,13 @@ def wrap_and_train(ctx: Context, *, fix: str) -> None:
     ctx.note(trainable_numbers_per_rank=64, gradient_numbers_per_rank=most.item())
     optimizer.step()
     for name, weight in whole_weights(model, fsdp, fix).items():
-        moved = (weight.cpu() - should[name]).abs().max().item()
+        moved = (weight.cpu() - expected[name]).abs().max().item()
         if moved > 1e-4:
-            raise Symptom(f"{name} is {moved:.3f} from what one process with a frozen base makes of it")
+            raise Symptom(f"{name} differs by {moved:.3f} from a single process with a frozen base")
 
 
 def trained_alone(model: Any, data: Any) -> Dict[str, Any]:
-    """All weights after one step of a single process on the data of both ranks."""
+    """Returns all weights after one step of a single process on the data of both ranks."""
     model = copy.deepcopy(model)
     model(data).square().sum().backward()
     return {
@@ -106,7 +106,7 @@ def whole_weights(model: Any, fsdp: Any, fix: str) -> Dict[str, Any]:
 
 
 def wrap_lora(ctx: Context, *, use_orig_params: bool, on_embedding: bool = False) -> None:
-    """The same with get_peft_model and nothing else changed, or with PEFT's policy for an adapter without `weight`."""
+    """Wraps the model of get_peft_model, or one whose adapter has no `weight`, with PEFT's policy for units."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -123,13 +123,13 @@ def wrap_lora(ctx: Context, *, use_orig_params: bool, on_embedding: bool = False
     )
     wrapped(inputs).sum().backward()
     trained = sum(weight.requires_grad for weight in wrapped.parameters())
-    assert trained == 2, f"{trained} weights are trainable, not lora_A and lora_B"
+    assert trained == 2, f"{trained} weights are trainable instead of two, lora_A and lora_B"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the configuration ask for FSDP1 with use_orig_params off? Who chooses the units, it does not say."""
+    """Does the configuration use FSDP1 with use_orig_params off? It does not say which modules become units."""
     if params["config"] is None:
-        return unknown("no configuration was named", advice="--set config=fsdp.yaml, or the YAML of your trainer")
+        return unknown("no configuration was named", advice="run --set config=fsdp.yaml, or the YAML of your trainer")
     try:
         values = read_config(params["config"]).values
     except UnreadableConfig as error:
@@ -137,40 +137,46 @@ def check(params: Mapping[str, Any]) -> Finding:
     options = values.get("fsdp_config")
     options = options if isinstance(options, dict) else {}
     if not (options or values.get("fsdp") or str(values.get("distributed_type", "")).upper() == "FSDP"):
-        return unknown(f"{params['config']} does not ask for FSDP; flags of the launcher and code cannot be seen")
+        return unknown(f"{params['config']} does not use FSDP; kb cannot see the launcher's flags and your code")
     fsdp_options = {
         str(key)[len("fsdp_") :] if str(key).startswith("fsdp_") else str(key): options[key] for key in options
     }
     version = fsdp_options.get("version", values.get("fsdp_version"))
     if str(version) == "2":
-        launched = str(values.get("distributed_type", "")).upper() == "FSDP"  # a file of accelerate, else of a trainer
+        launched = (
+            str(values.get("distributed_type", "")).upper() == "FSDP"
+        )  # then accelerate reads the file, else the Trainer
         package, first = ("accelerate", (1, 6)) if launched else ("transformers", (5,))
         if not release(package):
-            return unknown(f"fsdp_version is 2, and which {package} will read it is not known", advice=WHERE)
+            return unknown(f"fsdp_version is 2, but kb does not know which {package} the job uses", advice=PYTHON)
         if release(package) < first:
-            return unknown(f"fsdp_version is 2, and this {package} may pass over it", advice=f"a newer {package}")
-        return clear("fsdp_version is 2: FSDP2 keeps every parameter as it is")
+            return unknown(f"fsdp_version is 2, but this {package} may ignore it", advice=f"install a newer {package}")
+        return clear("fsdp_version is 2: in FSDP2 each parameter has its own requires_grad")
     orig = str(fsdp_options.get("use_orig_params", "not given")).lower()
     if orig in ("true", "1", "yes", "y", "t", "on"):
         if not release("torch"):
-            return unknown("use_orig_params is on, and which torch will run is not known", advice=WHERE)
+            return unknown("use_orig_params is on, but kb does not know which torch the job uses", advice=PYTHON)
         if release("torch") < (2, 1):
-            return unknown("use_orig_params is on, which does not help before torch 2.1", advice="a newer torch")
-        return clear("use_orig_params is on: a unit may mix both kinds, unless a flag or code turns it off")
+            return unknown(
+                "use_orig_params is on, but does not help before torch 2.1", advice="install torch 2.1 or newer"
+            )
+        return clear(
+            "use_orig_params is on: a unit may mix frozen and trainable weights, unless a flag or code turns it off"
+        )
     adapter = [key for key in ("adapter", "peft_type", "use_peft", "lora_r", "finetuning_type") if values.get(key)]
     adapter = [f"{key}: {values[key]}" for key in adapter if values[key] != "full"]
     message = f"FSDP with use_orig_params {orig}, version {version or 'not given'}"
     advice = "set fsdp_use_orig_params: true, or fsdp_version: 2, or give trainable modules units of their own"
     if orig == "not given":
-        return unknown(f"{message}: the default is the launcher's or the library's", advice=advice)
+        return unknown(f"{message}: the launcher or the library chooses the default", advice=advice)
     if adapter:
-        seen = f"an adapter on a frozen base ({', '.join(adapter)})"
-        return unknown(message, seen + ": the Trainer gives it units of its own, an own loop must", advice=advice)
-    return unknown(f"{message}: refused as soon as one unit mixes frozen and trainable weights", advice=advice)
+        units = "the Trainer makes units of its modules; a custom training loop must do so itself"
+        return unknown(message, f"an adapter on a frozen base ({', '.join(adapter)}): {units}", advice=advice)
+    return unknown(f"{message}: FSDP1 raises the error if one unit mixes frozen and trainable weights", advice=advice)
 
 
 MESSAGE = r"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`"
-MIXED = "frozen and trainable parameters in one FSDP1 unit, use_orig_params=False"
+MIXED = "frozen and trainable parameters are in one FSDP1 unit, with use_orig_params=False"
 
 FLAT = Arm(partial(wrap_and_train, fix=""), expect=raised(MESSAGE), because=MIXED, fidelity="cpu")
 gloo = Experiment(
@@ -179,7 +185,7 @@ gloo = Experiment(
     treatment=Arm(
         partial(wrap_and_train, fix="use_orig_params"),
         expect=completed(),
-        because="use_orig_params=True: each parameter keeps its own requires_grad",
+        because="with use_orig_params=True each parameter keeps its own requires_grad",
         fidelity="cpu",
     ),
     expected_s=(0.4, 0.6),
@@ -190,7 +196,7 @@ own_units = Experiment(
     treatment=Arm(
         partial(wrap_and_train, fix="own-units"),
         expect=completed(),
-        because="a policy makes a unit of each module that trains, so no unit mixes",
+        because="a policy makes each trainable module a unit of its own, so no unit mixes",
         fidelity="cpu",
     ),
     expected_s=(0.4, 0.6),
@@ -201,18 +207,18 @@ second_generation = Experiment(
     treatment=Arm(
         partial(wrap_and_train, fix="fully_shard"),
         expect=completed(),
-        because="FSDP2 shards each parameter by itself",
+        because="FSDP2 shards each parameter separately",
         fidelity="cpu",
     ),
-    needs=Needs(packages={"torch": ">=2.9"}),  # on the CPU 2.7 and 2.8 train with gradients not yet reduced
+    needs=Needs(packages={"torch": ">=2.9"}),  # on the CPU, 2.7 and 2.8 step before the gradients are reduced
     expected_s=(0.4, 0.6),
 )
 afterwards = Experiment(
     name="freeze-afterwards",
     control=Arm(
         partial(wrap_and_train, fix="freeze afterwards"),
-        expect=symptom(r"0\.(weight|bias) is \d\.\d+ from what one process with a frozen base makes of it"),
-        because="the base is frozen after the wrapping, when its module has no parameters any more, and trains",
+        expect=symptom(r"0\.(weight|bias) differs by \d\.\d+ from a single process with a frozen base"),
+        because="the base is frozen after the wrapping, when its module has no parameters left, so it still trains",
         fidelity="cpu",
     ),
     treatment=gloo.treatment,
@@ -221,7 +227,7 @@ afterwards = Experiment(
 
 probe = Probe(
     check=check,
-    params={"config": Param("path", "your accelerate YAML, or the YAML of a trainer with an fsdp_config")},
+    params={"config": Param("path", "the YAML of accelerate, or that of a trainer with an fsdp_config")},
     experiments=(gloo.on_gpus(), gloo),
     variants=(
         own_units,
@@ -239,7 +245,7 @@ probe = Probe(
                 treatment=Arm(
                     partial(wrap_lora, use_orig_params=True, on_embedding=on_embedding),
                     expect=completed(),
-                    because="use_orig_params=True",
+                    because="with use_orig_params=True each parameter keeps its own requires_grad",
                     fidelity="cpu",
                 ),
                 needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.8"}, memory_mib=2048),
@@ -248,7 +254,11 @@ probe = Probe(
             )
             for name, on_embedding, because in (
                 ("peft", False, MIXED),
-                ("peft-embedding", True, "PEFT's policy makes no unit of lora_embedding_A, which has no weight"),
+                (
+                    "peft-embedding",
+                    True,
+                    "PEFT's policy makes no unit of lora_embedding_A, which has no `weight`, so units mix",
+                ),
             )
         ),
     ),

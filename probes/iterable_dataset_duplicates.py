@@ -1,4 +1,4 @@
-"""How often each sample of a stream comes, where several workers of several ranks read it: once, if they share it."""
+"""Several workers of several ranks read a stream. If they do not divide it, they read the same samples."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ SAMPLES, SEED = 16, 42
 
 
 def judge(every: List[List[int]], samples: int = SAMPLES) -> None:
-    """`every`: for each rank the samples of one epoch."""
+    """Raises `Symptom` if a sample was read twice. `every` lists the samples of one epoch for each rank."""
     times = Counter(sample for part in every for sample in part)
     if max(times.values()) > 1:
         numbers = (sum(times.values()), len(times), max(times.values()))
@@ -36,7 +36,7 @@ def gather(ctx: Context, seen: List[int]) -> List[Any]:
 
 
 def load(dataset: Any, workers: int = 2, batch_size: Any = None) -> Any:
-    """A loader whose workers, being forked, need not import this file."""
+    """Creates a loader. Its workers are forked, so they need not import this file."""
     from torch.utils.data import DataLoader
 
     context = "fork" if workers else None
@@ -49,7 +49,7 @@ def read(files: List[range]) -> Iterator[int]:
 
 
 def make_stream(by: Tuple[str, ...], rank: int, world_size: int, files: int = 8) -> Any:
-    """Files of samples, which the readers share `by` rank, by worker, by both, or not at all."""
+    """A stream of files, which the readers divide `by` rank, by worker, by both, or not at all."""
     from torch.utils import data
 
     get_worker_info: Any = data.get_worker_info if "worker" in by else lambda: None
@@ -75,7 +75,7 @@ def make_stream(by: Tuple[str, ...], rank: int, world_size: int, files: int = 8)
 
 
 def stream(ctx: Context, *, by: Tuple[str, ...], files: int = 8, warn: bool = False) -> None:
-    """One epoch with two workers for each rank. With `warn` torch's warning about the length is an error."""
+    """Reads one epoch with two workers per rank. With `warn`, torch's warning about the length becomes an error."""
     if ctx.world_size > 1:
         ctx.init_process_group(timeout_s=15)
     loader = load(make_stream(by, ctx.rank, ctx.world_size, files))
@@ -87,7 +87,7 @@ def stream(ctx: Context, *, by: Tuple[str, ...], files: int = 8, warn: bool = Fa
 
 
 def draw(ctx: Context, *, seed: str) -> None:
-    """An endless stream that draws its samples. All ranks have set the same seed, as scripts do."""
+    """Reads an endless stream of random samples. All ranks set the same seed, as scripts do."""
     import torch
     from torch.utils.data import IterableDataset
 
@@ -114,7 +114,7 @@ def draw(ctx: Context, *, seed: str) -> None:
 
 
 def prepared(ctx: Context, *, by: Tuple[str, ...]) -> None:
-    """accelerate shares a stream among the ranks itself; what its workers do, it does not see."""
+    """accelerate divides a stream among the ranks, but not among the workers of a rank."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     ctx.init_process_group(timeout_s=15)
@@ -125,7 +125,7 @@ def prepared(ctx: Context, *, by: Tuple[str, ...]) -> None:
 
 
 def write_shards(ctx: Context, count: int) -> List[str]:
-    """Tar files of one sample each."""
+    """Writes tar files with one sample each."""
     paths = [ctx.path("shard-%02d.tar" % number) for number in range(count)]
     for number, path in enumerate(paths):
         content, member = str(number).encode(), tarfile.TarInfo("%04d.txt" % number)
@@ -136,7 +136,7 @@ def write_shards(ctx: Context, count: int) -> List[str]:
 
 
 def webdataset(ctx: Context, *, way: str, workers: int = 2, shards: int = SAMPLES) -> None:
-    """Two ranks one after the other: webdataset takes rank and world size from the environment."""
+    """Reads the stream as one rank after the other: webdataset takes rank and world size from the environment."""
     import webdataset as wds  # type: ignore[import-not-found]
 
     warnings.simplefilter("ignore")
@@ -165,7 +165,7 @@ def webdataset(ctx: Context, *, way: str, workers: int = 2, shards: int = SAMPLE
 
 
 class AsSymptom(logging.Handler):
-    """What datasets logs as a warning is what is measured."""
+    """Turns a warning that datasets logs into a `Symptom`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
@@ -173,7 +173,7 @@ class AsSymptom(logging.Handler):
 
 
 def datasets(ctx: Context, *, way: str, files: int = SAMPLES, workers: int = 0) -> None:
-    """Two ranks one after the other, or the workers of one: `split_dataset_by_node` is told the rank."""
+    """Reads the stream as two ranks, one after the other, or with the workers of one rank."""
     from datasets import IterableDataset  # type: ignore[import-not-found]
     from datasets.distributed import split_dataset_by_node  # type: ignore[import-not-found]
 
@@ -193,7 +193,7 @@ def datasets(ctx: Context, *, way: str, files: int = SAMPLES, workers: int = 0) 
         if way == "shuffle, seed":
             shuffled = whole.shuffle(seed=SEED)
             part = split_dataset_by_node(shuffled, rank=rank, world_size=world_size)
-        if way == "split, skip":  # one on each rank
+        if way == "split, skip":  # skips one sample on each rank
             part = split_dataset_by_node(whole, rank=rank, world_size=world_size).skip(1)
         if way == "skip, split":
             part = split_dataset_by_node(whole.skip(2), rank=rank, world_size=world_size)
@@ -208,17 +208,24 @@ def read_times(read: str, different: str, times: str) -> Expect:
 TWICE, SOME = read_times("32", "16", "2"), read_times("16", r"\d+", "[2-9]")
 FOUR, ONE_SEED, REST = read_times("64", "16", "4"), read_times("16", "4", "4"), read_times("30", "15", "2")
 NEITHER: Tuple[str, ...] = ()
-BOTH, WHOLE = ("rank", "worker"), "each worker reads all files"
-EACH, NODE = "each worker of each rank has files of its own", "the shards are split by rank, then by worker"
-ALIKE, SKIPS = "torch has the same seed on all ranks", ("skip after the split", "skip before it")
-SHUFFLES = "each process shuffles its own way before the split", "all shuffle in one way"
-SEEDS = "shuffle has no seed", "shuffle has a seed"
+BOTH, WHOLE = ("rank", "worker"), "each worker reads all files, so samples repeat"
+EACH = "each worker of each rank reads files of its own"
+NODE = "webdataset splits the shards by rank, then by worker"
+SAME_SEED = "every reader draws with the same seed"
+OWN_SEED = "each reader draws with a seed of its own"
+GLOBAL_SEED = "each worker draws with random, whose seed torch sets alike on all ranks"
+SKIPS = (
+    "skip after the split undoes the split, so both ranks read the same samples",
+    "skip is called before the split",
+)
+SHUFFLES = "each reader shuffles in its own order before the split", "all readers shuffle in the same order"
+SEEDS = "shuffle has no seed, so each rank shuffles in its own order", "shuffle has the same seed on all ranks"
 SHUFFLED = "shuffled pipeline", "detshuffled pipeline"
 WDS, HF = {"webdataset": ">=0.2.40"}, {"datasets": ">=2.12"}
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **named: Any) -> Experiment:
-    """`named`: the keyword in which the arms differ with its two values, `ranks`, and packages with their versions."""
+    """`named`: the keyword in which the arms differ and its two values, `ranks`, and packages with their versions."""
     needs = {key: value for key, value in named.items() if isinstance(value, str)}
     ranks = named.pop("ranks", 1)
     [(key, (broken, fixed))] = [item for item in named.items() if item[0] not in needs]
@@ -244,24 +251,102 @@ ONE_FILE, WORKERS = partial(stream, files=1), partial(datasets, way="workers", w
 probe = Probe(
     experiments=(pair("workers", stream, TWICE, WHOLE, EACH, by=(NEITHER, BOTH)),),
     variants=(
-        pair("rank-only", stream, TWICE, "the files are split by rank", EACH, by=(("rank",), BOTH), ranks=2),
-        pair("worker-only", stream, TWICE, "the files are split by worker", EACH, by=(("worker",), BOTH), ranks=2),
-        pair("one-file", ONE_FILE, TWICE, "all read it", "each keeps its share", by=(NEITHER, BOTH)),
-        pair("length", partial(stream, warn=True), LENGTH, WHOLE, EACH, by=(NEITHER, BOTH)),
-        pair("own-seed", draw, ONE_SEED, "one seed for all", "one for each", seed=("one for all", "each"), ranks=2),
-        pair("global-seed", draw, SOME, ALIKE, "one for each", seed=("global", "each"), ranks=2),
         pair(
-            "accelerate", prepared, TWICE, WHOLE, "split by worker", by=(NEITHER, ("worker",)), ranks=2, accelerate=""
+            "rank-only",
+            stream,
+            TWICE,
+            "both workers of a rank read all files of that rank",
+            EACH,
+            by=(("rank",), BOTH),
+            ranks=2,
         ),
-        pair("webdataset", webdataset, REFUSED, "no nodesplitter", NODE, way=("plain", "split_by_node"), **WDS),
-        pair("nodesplitter-none", webdataset, TWICE, "None", NODE, way=("None", "split_by_node"), **NEW),
-        pair("pipeline", webdataset, FOUR, "no split", NODE, way=("bare pipeline", "pipeline"), **WDS),
+        pair(
+            "worker-only",
+            stream,
+            TWICE,
+            "the same worker of each rank reads the same files",
+            EACH,
+            by=(("worker",), BOTH),
+            ranks=2,
+        ),
+        pair(
+            "one-file",
+            ONE_FILE,
+            TWICE,
+            "every worker reads the whole file",
+            "each worker takes its share of the samples",
+            by=(NEITHER, BOTH),
+        ),
+        pair("length", partial(stream, warn=True), LENGTH, WHOLE, EACH, by=(NEITHER, BOTH)),
+        pair("own-seed", draw, ONE_SEED, SAME_SEED, OWN_SEED, seed=("one for all", "each"), ranks=2),
+        pair("global-seed", draw, SOME, GLOBAL_SEED, OWN_SEED, seed=("global", "each"), ranks=2),
+        pair(
+            "accelerate",
+            prepared,
+            TWICE,
+            "accelerate divides the stream by rank only",
+            "the stream divides its files by worker",
+            by=(NEITHER, ("worker",)),
+            ranks=2,
+            accelerate="",
+        ),
+        pair(
+            "webdataset",
+            webdataset,
+            REFUSED,
+            "webdataset has no nodesplitter for two ranks",
+            NODE,
+            way=("plain", "split_by_node"),
+            **WDS,
+        ),
+        pair(
+            "nodesplitter-none",
+            webdataset,
+            TWICE,
+            "nodesplitter=None splits nothing by rank",
+            NODE,
+            way=("None", "split_by_node"),
+            **NEW,
+        ),
+        pair(
+            "pipeline",
+            webdataset,
+            FOUR,
+            "the pipeline splits neither by rank nor by worker",
+            NODE,
+            way=("bare pipeline", "pipeline"),
+            **WDS,
+        ),
         pair("pipeline-shuffle", webdataset, SOME, *SHUFFLES, way=SHUFFLED, **WDS),
-        pair("few-shards", WEB, NO_SHARD, "two workers", "one worker for one shard", workers=(2, 1), **NEW),
-        pair("datasets", datasets, TWICE, "not split", "split by node", way=("whole", "split"), **HF),
+        pair(
+            "few-shards",
+            WEB,
+            NO_SHARD,
+            "two workers read one shard, so one gets none",
+            "one worker reads one shard",
+            workers=(2, 1),
+            **NEW,
+        ),
+        pair(
+            "datasets",
+            datasets,
+            TWICE,
+            "each rank reads the whole dataset",
+            "split_dataset_by_node divides it by rank",
+            way=("whole", "split"),
+            **HF,
+        ),
         pair("datasets-shuffle", datasets, SOME, *SEEDS, way=("shuffle", "shuffle, seed"), datasets=">=4.6"),
         pair("datasets-refuses", datasets, NO_SEED, *SEEDS, way=("shuffle", "shuffle, seed"), datasets=">=2.12,<4.6"),
         pair("datasets-skip", datasets, REST, *SKIPS, way=("split, skip", "skip, split"), datasets=">=2.21,<5.1"),
-        pair("datasets-workers", WORKERS, IDLE, "one file for two workers", "two files", files=(1, 2), **HF),
+        pair(
+            "datasets-workers",
+            WORKERS,
+            IDLE,
+            "two workers share one file, so datasets stops one",
+            "each of two workers has a file",
+            files=(1, 2),
+            **HF,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""A trainer copies the policy as its frozen reference and the copy does not fit, as create_reference_model of TRL."""
+"""A trainer copies the policy as its frozen reference, as TRL's create_reference_model does, and runs out of memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kb.packages import release, version
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, unknown
 
 GIB = 1 << 30
-WIDTH = 4096  # a float32 layer takes 64 MiB: its own mapping, so that the fragments of glibc's heap play no part
-CPU_LAYERS, CPU_ROOM = 4, 150 << 20  # bytes beyond the policy: far below a copy of it, far above an adapter
-GPU_LAYERS, GPU_MIB = 10, 1024  # 640 MiB under a cap of 1024: one policy fits, two do not
+WIDTH = 4096  # a float32 layer takes 64 MiB, so it has its own mapping and does not fragment glibc's heap
+CPU_LAYERS, CPU_ROOM = 4, 150 << 20  # bytes beyond the policy, far less than a copy of it and far more than an adapter
+GPU_LAYERS, GPU_MIB = 10, 1024  # a policy of 640 MiB fits into 1024 once, but not twice
 
 
 def start(ctx: Context, *, way: str, dtype: str = "float32") -> None:
-    """Set up policy and reference as a preference trainer does, then compare them after a step of the policy."""
+    """Sets up policy and reference as a preference trainer does, and compares them after a step of the policy."""
     import torch
     from torch import nn
 
@@ -39,8 +39,8 @@ def start(ctx: Context, *, way: str, dtype: str = "float32") -> None:
         outputs = {"x": policy(x)} if way == "precomputed" else {}  # one pass over the data, before the first step
         moved = _after_a_step(policy, x, way == "adapter")
         of_reference = outputs["x"] if outputs else reference(x)
-        assert torch.equal(of_reference, at_start), "the reference is not the model that training began with"
-        assert not torch.equal(moved, at_start), "the policy did not move"
+        assert torch.equal(of_reference, at_start), "the reference differs from the model at the start of training"
+        assert not torch.equal(moved, at_start), "the policy has not changed"
     ctx.note(weights_mib=sum(p.numel() * p.element_size() for p in policy.parameters()) >> 20)
 
 
@@ -51,7 +51,7 @@ def make_reference(policy: Any, way: str) -> Any:
 
 
 def _after_a_step(policy: Any, x: Any, adapter: bool) -> Any:
-    """Output of the policy after its trainable part has moved: a rank-1 adapter, or the weights themselves."""
+    """Output of the policy after a change of what it trains: a rank-1 adapter, or the weights."""
     if adapter:
         into, out_of = x.new_ones(WIDTH, 1), x.new_ones(1, WIDTH)
         return policy(x) + x @ into @ out_of
@@ -61,7 +61,7 @@ def _after_a_step(policy: Any, x: Any, adapter: bool) -> Any:
 
 
 def create_reference_model(model: Any) -> Any:
-    """The copy as trl makes it (trl/experimental/utils.py), without the part that shares layers."""
+    """Copies the model as trl does (trl/experimental/utils.py), without the part that shares layers."""
     from copy import deepcopy
 
     ref_model = deepcopy(model)
@@ -83,29 +83,33 @@ PRECOMPUTES = ("dpo", "kto", "bco")
 WITHOUT = ("orpo", "cpo", "simpo", "sft", "reward")
 OPTIMIZERS = {"adamw": 2.0, "adamw_8bit": None, "paged": 0.0, "sgd": 0.0}  # moments, in multiples of the weights
 YES, NO = ("yes", "true", "1", "lora", "qlora"), ("no", "false", "0", "none")
-FP32_BESIDE = {"adamw": 8.0, "adamw_8bit": 4.0, "paged": 0.0, "sgd": 4.0}  # bytes: fp32 weights, moments of 4 not 2
-COMFORT = 0.8  # of the card: what is left then is for activations, of which nothing is known here
+# Bytes per parameter: fp32 weights, and moments of 4 bytes instead of 2.
+FP32_EXTRA = {"adamw": 8.0, "adamw_8bit": 4.0, "paged": 0.0, "sgd": 4.0}
+COMFORTABLE = 0.8  # of the GPU; the rest is for activations, whose size kb does not know
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a second copy of the weights fit beside the policy? Adds up what is certain; activations come on top."""
+    """Does a second copy of the weights fit next to the policy? Does not count activations."""
     trainer, billions = params["trainer"].lower().replace("-", "_"), params["params"]
     if trainer in WITHOUT:
-        return clear("%s makes no reference model: an out-of-memory there is not this one" % trainer)
+        return clear("%s makes no reference model, so its out-of-memory has another cause" % trainer)
     if trainer not in WITH_REFERENCE:
-        return unknown("whether %s keeps a reference model is not known here" % trainer)
+        return unknown("kb does not know whether %s has a reference model" % trainer)
     if billions is None:
-        return unknown("the number of parameters was not given", advice="--set params=8 --set dtype=bf16 (billions)")
-    wrong = _wrong_word(params)
-    if wrong or not 0 < billions < 1e6 or params["shards"] < 1 or params["zero"] not in (1, 2, 3):
-        return unknown(wrong or "params and shards are numbers above zero, zero is 1, 2 or 3")
+        return unknown(
+            "kb does not know the number of parameters",
+            advice="run --set params=8 --set dtype=bf16, with params in billions",
+        )
+    invalid = _invalid_value(params)
+    if invalid or not 0 < billions < 1e6 or params["shards"] < 1 or params["zero"] not in (1, 2, 3):
+        return unknown(invalid or "params and shards must be above 0, and zero must be 1, 2 or 3")
     memory, source = _gpu_memory(params["gpu_memory"])
     if memory is None:
-        return unknown(source, advice="--set gpu_memory=44.4 (GiB of one GPU: data-parallel ranks do not add up)")
+        return unknown(source, advice="run --set gpu_memory=44.4 (GiB of one GPU, also with data parallelism)")
     return _judge(params, trainer, memory, source)
 
 
-def _wrong_word(params: Mapping[str, Any]) -> str:
+def _invalid_value(params: Mapping[str, Any]) -> str:
     words = {"dtype": tuple(WEIGHT_BYTES), "optimizer": tuple(OPTIMIZERS), "adapter": YES + NO, "precompute": YES + NO}
     for name, known in words.items():
         if params[name].lower() not in known:
@@ -120,9 +124,9 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
     split = states / whole
     moments = params["params"] * 2e9 / GIB * split if per_weight is None else per_weight * states
     has_adapter = params["adapter"].lower() in YES
-    has_copy, why = (False, "the base weights with the adapter off are the reference") if has_adapter else (True, "")
+    has_copy, reason = (False, "with an adapter, the base weights are the reference") if has_adapter else (True, "")
     if not has_adapter and params["precompute"].lower() in YES and trainer in PRECOMPUTES:
-        has_copy, why = _copy_despite_precompute(trainer)
+        has_copy, reason = _copy_despite_precompute(trainer)
     parts = [("policy", weights), ("reference", weights if has_copy else 0.0)]
     parts += [] if has_adapter else [("gradients", gradients), ("optimizer", moments)]
     need = sum(size for _, size in parts)
@@ -132,75 +136,77 @@ def _judge(params: Mapping[str, Any], trainer: str, memory: float, source: str) 
         memory,
         source,
     )
-    notes = [message, *([why] if why else [])]
+    notes = [message, *([reason] if reason else [])]
     without = need - weights if has_copy else need
     if trainer in ("grpo", "rloo") and has_copy:
-        notes.append("%s makes the copy only when beta is not 0" % trainer)
+        notes.append("%s makes the copy only if beta is not 0" % trainer)
         if need > memory >= without:
-            return unknown(*notes, "without it %.1f GiB would do, and beta is not known here" % without, advice=ADVICE)
+            return unknown(*notes, "kb does not know beta; without the copy %.1f GiB do" % without, advice=ADVICE)
     if need > memory and without > memory:
-        return exposed(*notes, "it does not fit without the reference either: shard the weights first", advice=ADVICE)
+        return exposed(*notes, "it does not fit even without the reference: shard the weights first", advice=ADVICE)
     if need > memory:
-        when = "at the first step" if 2 * weights <= memory else "while the reference is made"
-        return exposed(*notes, "without the reference %.1f GiB would do; it ends %s" % (without, when), advice=ADVICE)
+        when = "at the first step" if 2 * weights <= memory else "while it makes the reference"
+        return exposed(*notes, "it fails %s; without the reference %.1f GiB do" % (when, without), advice=ADVICE)
     if trainer == "ppo":
-        return unknown(*notes, "ppo also holds a value model and a reward model, whose size is not known here")
-    if not has_copy and need + weights > COMFORT * memory:
-        return unknown(*notes, "a ref_model that you pass stays on the GPU: whether you do is not known here")
+        return unknown(*notes, "ppo also has a value model and a reward model, whose sizes kb does not know")
+    if not has_copy and need + weights > COMFORTABLE * memory:
+        return unknown(*notes, "a ref_model that you pass stays on the GPU, and kb does not know whether you pass one")
     need_in_fp32 = need
     if has_copy and _loads_fp32(trainer):
         need_in_fp32 += params["params"] * 4e9 / GIB * weights / whole - weights
-    if need_in_fp32 > need and need_in_fp32 > COMFORT * memory:
-        return unknown(*notes, "with the reference in fp32, as trl 0.29 to 1.15 may load it, %.1f GiB" % need_in_fp32)
-    keeps_fp32 = need_in_fp32 + params["params"] * FP32_BESIDE[params["optimizer"].lower()] * 1e9 / GIB * split
-    if not has_adapter and WEIGHT_BYTES[params["dtype"].lower()] < 4 and keeps_fp32 > COMFORT * memory:
-        return unknown(*notes, "an optimizer that keeps fp32 weights, as DeepSpeed's, needs %.1f GiB" % keeps_fp32)
-    if need > COMFORT * memory:
-        return unknown(*notes, "%.1f GiB are left for activations, which are not known here" % (memory - need))
+    if need_in_fp32 > need and need_in_fp32 > COMFORTABLE * memory:
+        return unknown(
+            *notes, "with an fp32 reference, as trl 0.29 to 1.15 may load it, it needs %.1f GiB" % need_in_fp32
+        )
+    keeps_fp32 = need_in_fp32 + params["params"] * FP32_EXTRA[params["optimizer"].lower()] * 1e9 / GIB * split
+    if not has_adapter and WEIGHT_BYTES[params["dtype"].lower()] < 4 and keeps_fp32 > COMFORTABLE * memory:
+        return unknown(*notes, "an optimizer with fp32 weights, such as DeepSpeed's, needs %.1f GiB" % keeps_fp32)
+    if need > COMFORTABLE * memory:
+        return unknown(*notes, "%.1f GiB are left for activations, whose size kb does not know" % (memory - need))
     return clear(*notes)
 
 
-SECOND_LOAD_SINCE = {"dpo": (0, 29), "kto": (1, 2), "grpo": (0, 0), "rloo": (0, 0)}  # of trl
+SECOND_LOAD_SINCE = {"dpo": (0, 29), "kto": (1, 2), "grpo": (0, 0), "rloo": (0, 0)}  # releases of trl
 
 
 def _loads_fp32(trainer: str) -> bool:
-    """Before 1.16 trl's second load takes its dtype from model_init_kwargs, fp32 by default, not from the policy."""
+    """Whether trl loads the reference in fp32: before 1.16 its dtype is that of model_init_kwargs, fp32 by default."""
     numbers = release("trl")[:2]
     return trainer in SECOND_LOAD_SINCE and (not numbers or SECOND_LOAD_SINCE[trainer] <= numbers < (1, 16))
 
 
 def _copy_despite_precompute(trainer: str) -> Tuple[bool, str]:
-    """trl 0.29.0 to 1.1.x load the reference of DPO even when its log-probabilities are precomputed."""
+    """Whether a reference is loaded although its log-probabilities are precomputed, as DPO of trl 0.29 to 1.1 does."""
     numbers = release("trl")[:2]
     if not numbers:
-        return False, "precompute drops the copy, except in DPO of trl 0.29 to 1.1 (trl is not installed here)"
+        return False, "precompute needs no copy, except in DPO of trl 0.29 to 1.1 (kb found no trl)"
     if trainer == "dpo" and (0, 29) <= numbers < (1, 2):
-        return True, "trl %s keeps the copy in spite of precompute_ref_log_probs; 1.2.0 does not" % version("trl")
-    return False, "precompute_ref_log_probs drops the copy (trl %s)" % version("trl")
+        return True, "trl %s makes the copy despite precompute_ref_log_probs; 1.2.0 does not" % version("trl")
+    return False, "with precompute_ref_log_probs trl %s makes no copy" % version("trl")
 
 
 def _gpu_memory(given: Optional[float]) -> Tuple[Optional[float], str]:
-    """GiB of the smallest GPU, and the source; None with the reason."""
+    """Returns the GiB of the smallest GPU and their source, or None and the reason."""
     if given is not None:
-        return (given, "as given") if 0 < given < 1e6 else (None, "gpu_memory is a number above zero")
+        return (given, "gpu_memory") if 0 < given < 1e6 else (None, "gpu_memory must be above 0")
     query = ["nvidia-smi", "--query-gpu=memory.total,mig.mode.current", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
         if "Enabled" in output:
-            return None, "a GPU is divided by MIG: give the memory of the instance"
+            return None, "MIG divides a GPU, and kb does not know the memory of the job's instance"
         sizes: List[int] = [int(line.split(",")[0]) for line in output.split("\n") if line.strip()]
         return (min(sizes) / 1024, "nvidia-smi, smallest of %d" % len(sizes))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return None, "the memory of the GPU was not given and nvidia-smi does not tell it: %s" % type(error).__name__
+        return None, "nvidia-smi does not report the memory of the GPU: %s" % type(error).__name__
 
 
 ADVICE = "train an adapter, precompute the reference's log-probabilities, or shard both with ZeRO-3 or FSDP"
-COPY = "the reference is a deepcopy beside the policy, and only the policy fits"
-SHARED = "an adapter is trained, and the same weights with the adapter off are the reference"
+COPY = "the reference is a deepcopy of the policy, and the memory is enough for only one of them"
+SHARED = "the policy trains an adapter, and its base weights are also the reference"
 
 
 def experiment(name: str, way: str, because: str, dtype: str = "float32") -> Experiment:
-    """The control arm copies a float32 policy; the treatment arm has another way, or another dtype."""
+    """The control arm copies a float32 policy; the treatment arm makes its reference in another way or dtype."""
     control, treatment = partial(start, way="copy"), partial(start, way=way, dtype=dtype)
     return Experiment(
         name=name,
@@ -218,15 +224,17 @@ rlimit = experiment("rlimit", "adapter", SHARED)
 probe = Probe(
     check=check,
     params={
-        "params": Param("float", "parameters of the model, in billions"),
-        "dtype": Param("str", "of the weights: bf16, fp16, fp32, int8 or nf4", "bf16"),
-        "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
-        "adapter": Param("str", "yes when a LoRA or QLoRA adapter is trained", "no"),
-        "precompute": Param("str", "yes with precompute_ref_log_probs=True", "no"),
-        "trainer": Param("str", "dpo, kto, ppo, grpo, orpo, ...", "dpo"),
-        "shards": Param("int", "GPUs that ZeRO or FSDP splits over; 1 for DDP", 1),
-        "zero": Param("int", "stage of ZeRO: 1 splits the optimizer, 2 the gradients too, 3 (and FSDP) all", 3),
-        "optimizer": Param("str", "adamw, adamw_8bit, paged (state on the host) or sgd", "adamw"),
+        "params": Param("float", "number of parameters of the model, in billions"),
+        "dtype": Param("str", "dtype of the weights: bf16, fp16, fp32, int8 or nf4", "bf16"),
+        "gpu_memory": Param("float", "GiB of one GPU (default: what nvidia-smi reports)"),
+        "adapter": Param("str", "yes if the job trains a LoRA or QLoRA adapter", "no"),
+        "precompute": Param("str", "yes if precompute_ref_log_probs=True", "no"),
+        "trainer": Param("str", "which trainer: dpo, kto, ppo, grpo, orpo, ...", "dpo"),
+        "shards": Param("int", "number of GPUs over which ZeRO or FSDP shards; 1 for DDP", 1),
+        "zero": Param(
+            "int", "stage of ZeRO: 1 shards the optimizer, 2 also the gradients, 3 (and FSDP) also the weights", 3
+        ),
+        "optimizer": Param("str", "which optimizer: adamw, adamw_8bit, paged (state on the host) or sgd", "adamw"),
     },
     experiments=(
         rlimit.on_gpus(
@@ -239,7 +247,13 @@ probe = Probe(
         rlimit,
     ),
     variants=(
-        experiment("precomputed", "precomputed", "the reference's outputs are made once, before training, and no copy"),
-        experiment("bf16", "copy", "policy and copy are bfloat16, half of float32", dtype="bfloat16"),
+        experiment(
+            "precomputed",
+            "precomputed",
+            "the policy computes the reference's outputs once, before training, so there is no copy",
+        ),
+        experiment(
+            "bf16", "copy", "policy and copy are bfloat16, which takes half the memory of float32", dtype="bfloat16"
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Which random sequences are copies of one another, over ranks, the workers of their loaders, and epochs."""
+"""Ranks, the workers of their loaders, or epochs draw copies of the same random sequences."""
 
 import os
 import random
@@ -9,12 +9,12 @@ from typing import Any, Callable, Dict, List, Tuple
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
 SEED, WORKERS, EPOCHS = 42, 2, 2
-Drawn = Dict[Tuple[int, int], List[Any]]  # what the reader (epoch, worker) drew: one value of each generator
-ONCE, ONE, EACH_RANK, PROCESS = (0, 0), "one for all", "one for each rank", "torch, random, numpy"
+Drawn = Dict[Tuple[int, int], List[Any]]  # by (epoch, worker), one value of each generator
+ONLY_READER, ONE, EACH_RANK, PROCESS = (0, 0), "one for all", "one for each rank", "torch, random, numpy"
 
 
 def judge(ctx: Context, drawn: Drawn, kinds: str) -> None:
-    """Raise a symptom that names the generators of which two readers have drawn the same, and where these are."""
+    """Raises `Symptom` with the generators from which two readers drew the same, and where these readers are."""
     every: List[Any] = [drawn]
     if ctx.world_size > 1:
         import torch.distributed as dist
@@ -43,7 +43,7 @@ def seed_all(seed: int) -> None:
 
 
 def train(ctx: Context, *, seed: str) -> None:
-    """A DDP model with dropout, and noise as diffusion adds it; all ranks build the model with one seed."""
+    """Runs a DDP model with dropout and draws noise, as diffusion does. All ranks build the model with one seed."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -60,15 +60,15 @@ def train(ctx: Context, *, seed: str) -> None:
     ctx.reached()
     mask = (model(torch.ones(1, 4, device=device)) == 0).tolist()
     noise = torch.randn(4, device=device).tolist()
-    judge(ctx, {ONCE: [mask, noise, random.random()]}, "dropout, noise, random")
+    judge(ctx, {ONLY_READER: [mask, noise, random.random()]}, "dropout, noise, random")
     weight = model.module[0].weight.detach()
     weights = [torch.zeros_like(weight) for _ in range(ctx.world_size)]
     dist.all_gather(weights, weight)
-    assert all(torch.equal(weight, each) for each in weights), "the models differ"
+    assert all(torch.equal(weight, each) for each in weights), "the models of the ranks differ"
 
 
-def make_dataset(own: bool) -> Any:
-    """A sample is what the generators of the process give, or one of the dataset's `own`."""
+def make_dataset(own_generator: bool) -> Any:
+    """A dataset whose samples come from the generators of the process, or from a generator of its own."""
     import numpy
     import torch
     from torch.utils.data import Dataset
@@ -81,7 +81,7 @@ def make_dataset(own: bool) -> Any:
             return WORKERS
 
         def __getitem__(self, index: int) -> List[str]:
-            if own:
+            if own_generator:
                 return [str(self.generator.random())]
             return [str(torch.rand(1).item()), str(random.random()), str(numpy.random.random())]
 
@@ -89,20 +89,26 @@ def make_dataset(own: bool) -> Any:
 
 
 def read(loader: Any) -> Drawn:
-    """Sample i of an epoch comes from worker i."""
+    """Reads all epochs. Sample i of an epoch comes from worker i."""
     return {(epoch, at): sample for epoch in range(EPOCHS) for at, sample in enumerate(loader)}
 
 
-def load(ctx: Context, *, ranks: str = EACH_RANK, loader: str = "", init: str = "", own: bool = False) -> None:
-    """Two workers for each rank, which are forked."""
+def seed_by_number(worker_id: int) -> None:
+    random.seed(SEED + worker_id)
+
+
+def seed_by_torch(_: int) -> None:
+    import torch
+
+    random.seed(torch.initial_seed() % 2**32)
+
+
+def load(
+    ctx: Context, *, ranks: str = EACH_RANK, loader: str = "", init: str = "", own_generator: bool = False
+) -> None:
+    """Reads samples with two forked workers per rank."""
     import torch
     from torch.utils.data import DataLoader, get_worker_info
-
-    def by_number(worker_id: int) -> None:
-        random.seed(SEED + worker_id)
-
-    def recipe(worker_id: int) -> None:
-        random.seed(torch.initial_seed() % 2**32)
 
     def seed_worker(worker_id: int) -> None:
         dataset = get_worker_info().dataset
@@ -116,22 +122,22 @@ def load(ctx: Context, *, ranks: str = EACH_RANK, loader: str = "", init: str = 
     generator.manual_seed(SEED + rank)
     seed_all(SEED + (ctx.rank if ranks == EACH_RANK else 0))
     data = DataLoader(
-        make_dataset(own),
+        make_dataset(own_generator),
         batch_size=None,
         num_workers=WORKERS,
         multiprocessing_context="fork",
         generator=generator if loader else None,
-        worker_init_fn={"": None, "worker": by_number, "recipe": recipe, "dataset": seed_worker}[init],
+        worker_init_fn={"": None, "worker": seed_by_number, "recipe": seed_by_torch, "dataset": seed_worker}[init],
     )
     ctx.reached()
     drawn = read(data)
-    if init == "worker" or (init == "recipe" and not own):  # which seed only one of the generators
+    if init == "worker" or (init == "recipe" and not own_generator):  # these functions seed only `random`
         drawn = {at: [values[1]] for at, values in drawn.items()}
-    judge(ctx, drawn, "dataset" if own else "random" if init else PROCESS)
+    judge(ctx, drawn, "dataset" if own_generator else "random" if init else PROCESS)
 
 
 def split_model(ctx: Context, *, seed: str) -> None:
-    """Two ranks hold one layer by halves; the sum of their results goes through dropout on both."""
+    """Each of two ranks has half of one layer. The sum of their results goes through dropout on both ranks."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=15)
@@ -149,7 +155,7 @@ def split_model(ctx: Context, *, seed: str) -> None:
 
 
 def accelerated(ctx: Context, *, specific: bool = True, generator: str = "") -> None:
-    """accelerate on two ranks: what its set_seed does, or its `prepare` with the generator of a loader."""
+    """Seeds two ranks with accelerate's `set_seed`, or passes a loader with a generator to its `prepare`."""
     ctx.init_process_group(timeout_s=30)
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
@@ -157,7 +163,7 @@ def accelerated(ctx: Context, *, specific: bool = True, generator: str = "") -> 
     from torch.utils.data import ConcatDataset, DataLoader
 
     accelerator = Accelerator(cpu=True)
-    dataset = make_dataset(own=False)
+    dataset = make_dataset(own_generator=False)
     options: Any = {"num_workers": WORKERS, "multiprocessing_context": "fork", "collate_fn": lambda batch: batch[0]}
     if generator == "given":
         options["generator"] = torch.Generator()
@@ -165,11 +171,11 @@ def accelerated(ctx: Context, *, specific: bool = True, generator: str = "") -> 
     loader = accelerator.prepare(DataLoader(ConcatDataset([dataset] * 2), shuffle=True, **options))
     set_seed(SEED, device_specific=specific)
     ctx.reached()
-    judge(ctx, read(loader) if generator else {ONCE: dataset[0]}, PROCESS)
+    judge(ctx, read(loader) if generator else {ONLY_READER: dataset[0]}, PROCESS)
 
 
 def fit(ctx: Context, *, callback: bool) -> None:
-    """The Trainer of transformers on two ranks, drawing one number in each step; no sample comes to both."""
+    """Runs the Trainer on two ranks and draws one number in each step. The ranks read different samples."""
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     ctx.init_process_group(timeout_s=60)
@@ -182,12 +188,12 @@ def fit(ctx: Context, *, callback: bool) -> None:
             set_seed(args.seed + args.process_index)
 
     drawn: List[float] = []
-    seen: List[Any] = []
+    samples: List[Any] = []
 
     class Recorded(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             drawn.append(torch.rand(1).item())
-            seen.extend(inputs["features"].flatten().tolist())
+            samples.extend(inputs["features"].flatten().tolist())
             return model(inputs["features"]).sum()
 
     options: Any = {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
@@ -198,27 +204,31 @@ def fit(ctx: Context, *, callback: bool) -> None:
     trainer = Recorded(torch.nn.Linear(1, 1), TrainingArguments(**options), train_dataset=data, callbacks=callbacks)
     ctx.reached()
     trainer.train()
-    judge(ctx, {ONCE: [drawn, sorted(seen)]}, "torch, samples")
+    judge(ctx, {ONLY_READER: [drawn, sorted(samples)]}, "torch, samples")
 
 
 def copies(kinds: str, count: str, where: str) -> Expect:
     return symptom(r"(?<!, )%s: %s random sequences are copies, across %s(?! and)" % (kinds, count, where))
 
 
-ALIKE, EACH, SEEDS = "all ranks have one seed", "each has a seed of its own", (ONE, EACH_RANK)
+ALIKE, EACH, SEEDS = "all ranks have the same seed", "each rank has a seed of its own", (ONE, EACH_RANK)
+LOADERS = "the generators of all loaders have the same seed"
 HALF, SAME = copies(PROCESS, "4 of 8", "ranks"), copies(PROCESS, "1 of 2", "ranks")
 AGAIN, OWN = copies("random", "6 of 8", "ranks and epochs"), copies("dataset", "3 of 4", "epochs and workers")
 DIFFER = symptom(r"[1-9]\d* of 64 activations differ between the ranks of one model copy")
-BY_WORKER = "worker_init_fn adds the worker to the job's seed", "it takes what torch gave the worker"
-COPIED = "the workers have copies of the dataset's generator", "worker_init_fn replaces these"
-SPLIT = "the two ranks of a model copy have seeds of their own", "a model copy has one seed"
-SYNCED = "prepare gives the loaders of all ranks the state of rank 0", "the loader has no generator"
-SEEDED = "the Trainer seeds all ranks alike", "a callback adds the rank"
+BY_WORKER = (
+    "worker_init_fn seeds with the job's seed plus worker_id",
+    "worker_init_fn uses the seed that torch gave the worker",
+)
+COPIED = "each worker has a copy of the dataset's generator", "worker_init_fn replaces the generator in each worker"
+SPLIT = "the two ranks of one model copy have different seeds", "the two ranks of one model copy have the same seed"
+SYNCED = "prepare copies the state of rank 0's generator to the loaders of all ranks", "the loader has no generator"
+SEEDED = "the Trainer seeds all ranks alike", "a callback adds the rank to the seed"
 NUMPY, ACCELERATE, TRAINER = {"numpy": ""}, {"accelerate": ">=0.14"}, {"transformers": ">=4.46", "accelerate": ">=1.1"}
 
 
 def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, **named: Any) -> Experiment:
-    """`named`: the keyword in which the arms differ with its two values, the number `of` ranks, and `packages`."""
+    """`named`: the keyword in which the arms differ and its two values, the number `of` ranks, and `packages`."""
     world_size, packages = named.pop("of", 2), named.pop("packages", {})
     [(key, (broken, fixed))] = named.items()
     return Experiment(
@@ -233,19 +243,19 @@ def pair(name: str, job: Callable[..., None], expect: Expect, because: str, fix:
 
 
 gloo = pair("gloo", train, copies("dropout, noise, random", "1 of 2", "ranks"), ALIKE, EACH, seed=SEEDS)
-MADE, GIVEN = ("recipe", "dataset"), ("given", "none")
+INITS, GENERATORS = ("recipe", "dataset"), ("given", "none")
 SET_SEED = {"packages": ACCELERATE, "specific": (False, True)}
 
 probe = Probe(
     experiments=(gloo.on_gpus(), gloo),
     variants=(
         pair("workers", load, HALF, ALIKE, EACH, ranks=SEEDS, packages=NUMPY),
-        pair("loader", load, HALF, "all loaders' generators have one seed", EACH, loader=SEEDS, packages=NUMPY),
+        pair("loader", load, HALF, LOADERS, EACH, loader=SEEDS, packages=NUMPY),
         pair("init", load, AGAIN, *BY_WORKER, init=("worker", "recipe"), packages=NUMPY),
-        pair("own-generator", partial(load, own=True), OWN, *COPIED, init=MADE, of=1, packages=NUMPY),
+        pair("own-generator", partial(load, own_generator=True), OWN, *COPIED, init=INITS, of=1, packages=NUMPY),
         pair("split-model", split_model, DIFFER, *SPLIT, seed=(EACH_RANK, ONE)),
         pair("set-seed", accelerated, SAME, ALIKE, EACH, **SET_SEED),
-        pair("prepared", accelerated, HALF, *SYNCED, generator=GIVEN, packages=ACCELERATE),
+        pair("prepared", accelerated, HALF, *SYNCED, generator=GENERATORS, packages=ACCELERATE),
         pair("trainer", fit, copies("torch", "1 of 2", "ranks"), *SEEDED, callback=(False, True), packages=TRAINER),
     ),
 )

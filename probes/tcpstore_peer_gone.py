@@ -1,4 +1,4 @@
-"""The process that hosts the TCPStore completes and exits; a rank that still needs the store sees a broken network."""
+"""The process that hosts the TCPStore exits, and a rank that still needs the store gets a network error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Callable, Mapping, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Probe, completed, exposed, raised, unknown
 
-REPORTS = 40  # two seconds, in which the host of the store leaves on a loaded machine too
+REPORTS = 40  # two seconds, enough for the host of the store to exit even on a loaded machine
 
 
 def finish(ctx: Context, *, leave_together: bool, timeout_s: float = 15) -> None:
-    """The last all-reduce is done on both ranks; rank 1 still reports its evaluation through the store."""
+    """After the last all-reduce, rank 1 still reports its evaluation through the store."""
     import torch
 
     store = open_store(ctx, timeout_s)
@@ -38,14 +38,14 @@ def finish(ctx: Context, *, leave_together: bool, timeout_s: float = 15) -> None
 
 
 def finish_with_sub_group(ctx: Context, *, leave_together: bool) -> None:
-    """Ranks 1 and 2 make a group of their own, which needs the store, after the last step of rank 0."""
+    """Ranks 1 and 2 create a sub-group, which needs the store, after the last step of rank 0."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=open_store(ctx, 15), rank=ctx.rank, world_size=ctx.world_size)
     ctx.reached()
     if ctx.rank > 0:
-        time.sleep(2)  # until rank 0 has left
+        time.sleep(2)  # until rank 0 has exited
         group = dist.new_group([1, 2], use_local_synchronization=True)
         total = torch.ones(1)
         dist.all_reduce(total, group=group)
@@ -56,7 +56,7 @@ def finish_with_sub_group(ctx: Context, *, leave_together: bool) -> None:
 
 
 def report_to_agent(ctx: Context, *, agent_hosts: bool) -> None:
-    """Rank 0 is done, rank 1 reports. The store is in rank 0's process, or in that of rank 2, the launcher's agent."""
+    """Rank 1 reports after rank 0 has exited. Rank 0 hosts the store, or rank 2, which stands for torchrun's agent."""
     store = open_store(ctx, 15, host=2 if agent_hosts else 0)
     ctx.reached()
     if ctx.rank == 1:
@@ -65,12 +65,12 @@ def report_to_agent(ctx: Context, *, agent_hosts: bool) -> None:
             time.sleep(0.05)
         Path(ctx.path("done")).touch()
     elif ctx.rank == 2:
-        while not Path(ctx.path("done")).exists():  # an agent stays as long as its workers
+        while not Path(ctx.path("done")).exists():  # an agent runs as long as its workers
             time.sleep(0.01)
 
 
 def open_store(ctx: Context, timeout_s: float, host: int = 0) -> Any:
-    """As under `env://`: rank 0's process is the host. The port is the kernel's choice."""
+    """Rank 0 hosts the store, as with `env://`, unless `host` names another. The kernel chooses the port."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore
@@ -87,12 +87,12 @@ def open_store(ctx: Context, timeout_s: float, host: int = 0) -> Any:
 
 
 def run_two_jobs(ctx: Context, *, own_endpoint: bool) -> None:
-    """Two jobs of one node, each with torchrun's own rendezvous code; the one that started first ends first."""
+    """Runs two single-node jobs with torchrun's own rendezvous code. The job that started first ends first."""
     import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend as c10d
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     port = Path(ctx.path("port"))
-    endpoint = "localhost:0"  # as --standalone has it: any free port
+    endpoint = "localhost:0"  # any free port, as with --standalone
     if ctx.rank == 1:
         assert ctx.meet("first job is up")
         if not own_endpoint:
@@ -105,50 +105,51 @@ def run_two_jobs(ctx: Context, *, own_endpoint: bool) -> None:
     backend.set_state(b"running")
     ctx.reached()
     if ctx.rank == 1:
-        for _ in range(REPORTS):  # the agent asks like this as long as its workers run
+        for _ in range(REPORTS):  # an agent polls like this while its workers run
             assert backend.get_state()[0] == b"running"
             time.sleep(0.05)
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Who hosts the store of the job whose variables this process has: rank 0's process, or torchrun's agent?"""
+    """Does rank 0 or torchrun's agent host the store of this job, and do torchrun processes share an endpoint?"""
     where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    owned = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
     agents = agents_here()
     ports = list(agents.values())
     shared = [endpoint for endpoint in sorted(set(ports)) if ports.count(endpoint) > 1]
     if shared:
         pids = ", ".join(pid for pid, endpoint in agents.items() if endpoint in shared)
         return exposed(
-            f"several torchrun processes of this host share the rendezvous endpoint {shared[0]}: pid {pids}",
-            "each runs a job of one node: the end of the first ends the others",
-            advice="one --rdzv-endpoint per job, localhost:0 for jobs of one node",
+            f"multiple torchrun processes on this host share the rendezvous endpoint {shared[0]}: pid {pids}",
+            "each runs a single-node job, and when the first job ends, the others fail",
+            advice="give each job its own --rdzv-endpoint, for single-node jobs localhost:0",
         )
-    if owned == "True":
+    if agent_store == "True":
         return unknown(
-            f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE), so rank 0 may leave first",
-            "whether another user's torchrun shares its endpoint cannot be seen from here: with localhost:0 none does",
+            f"torchrun's agent hosts the store at {where} (TORCHELASTIC_USE_AGENT_STORE), so rank 0 may exit first",
+            "kb cannot tell whether another user's torchrun shares its endpoint; with localhost:0 none does",
         )
-    if owned == "False" or os.environ.get("RANK"):
-        text = "TORCHELASTIC_USE_AGENT_STORE is False" if owned else "RANK is set without torchrun's agent store"
+    if agent_store == "False" or os.environ.get("RANK"):
+        text = "TORCHELASTIC_USE_AGENT_STORE is False" if agent_store else "RANK is set without torchrun's agent store"
         return unknown(
-            f"{text}: with env:// rank 0's own process hosts the store at {where}",
-            "whether rank 0 leaves first is a matter of the code: does every rank end with a barrier?",
+            f"{text}, so with env:// rank 0 hosts the store at {where}",
+            "kb cannot tell whether rank 0 exits first",
+            advice="check in the code that every rank ends with a barrier",
         )
-    return unknown("no variables of a job here, and no two torchrun processes that can be seen share an endpoint")
+    return unknown("this process has no variables of a job, and kb sees no two torchrun processes with one endpoint")
 
 
 def agents_here() -> Mapping[str, str]:
-    """Process id to c10d endpoint of every visible single-node torchrun, without those on a free port.
+    """Maps process ids to c10d endpoints: every visible single-node torchrun, except those with port 0.
 
-    The interpreter that runs it, not the `srun` or `timeout` before it, whose command line names it too.
+    Counts only the interpreter that runs torchrun, not `srun` or `timeout`, whose command lines name torchrun too.
     """
     result = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
             is_ours = os.readlink(path.parent / "ns/net") == os.readlink("/proc/self/ns/net")
-        except OSError:  # gone, or another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         is_python = os.path.basename(words[0]).startswith(("python", "pypy"))
         is_torchrun = any(word.endswith(("/torchrun", "torch.distributed.run")) for word in words[1:4])
@@ -166,14 +167,14 @@ def agents_here() -> Mapping[str, str]:
 
 
 GONE = raised(r"Broken pipe|Connection reset by peer|[Ff]ailed to (recv, got|send, sent) 0 bytes")
-TOGETHER = "every rank ends with a barrier, so rank 0 stays until the others are done"
+TOGETHER = "every rank ends with a barrier, so rank 0 runs until the others are done"
 
 STORE = Experiment(
     name="store",
     control=Arm(
         partial(finish, leave_together=False),
         expect=GONE,
-        because="rank 0 is done and leaves with the store, while rank 1 still writes to it",
+        because="rank 0 exits, and the store with it, while rank 1 still writes to the store",
         fidelity="cpu",
     ),
     treatment=Arm(
@@ -183,13 +184,13 @@ STORE = Experiment(
         fidelity="cpu",
     ),
     deadline_s=40,
-    linger=False,  # leaving early is the incident
+    linger=False,  # the early exit is the incident
     expected_s=(0.3, 2.3),
 )
 
 
 def variant(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str], world_size: int = 3) -> Experiment:
-    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
+    """`fix` is the keyword that is False in the control arm and True in the treatment arm."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **{fix: False}), expect=GONE, because=because[0], fidelity="cpu"),
@@ -209,19 +210,19 @@ probe = Probe(
             "sub-group",
             finish_with_sub_group,
             "leave_together",
-            ("rank 0 leaves, and the others make a group without it, through its store", TOGETHER),
+            ("rank 0 exits, and the others create a sub-group, which needs its store", TOGETHER),
         ),
         variant(
             "agent-store",
             report_to_agent,
             "agent_hosts",
-            ("rank 0's process hosts the store and leaves", "a process that outlives the ranks hosts the store"),
+            ("rank 0 hosts the store, and exits before rank 1", "a process that outlives the ranks hosts the store"),
         ),
         variant(
             "longer-timeout",
             partial(finish, timeout_s=1800),
             "leave_together",
-            ("rank 0 leaves with the store; the timeout is 30 minutes", TOGETHER),
+            ("rank 0 exits, and the store with it, although the timeout is 30 minutes", TOGETHER),
             world_size=2,
         ),
         Experiment(
@@ -229,13 +230,13 @@ probe = Probe(
             control=Arm(
                 partial(run_two_jobs, own_endpoint=False),
                 expect=raised(r"The connection to the C10d store has failed"),
-                because="the second job was given the endpoint of the first, whose agent hosts the store of both",
+                because="two jobs share an endpoint, so the agent of the first, which exits, hosts the store of both",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(run_two_jobs, own_endpoint=True),
                 expect=completed(),
-                because="each job has an endpoint of its own, as with --standalone",
+                because="each job has its own endpoint, as with --standalone",
                 fidelity="cpu",
             ),
             needs=Needs(packages={"torch": ">=2.1"}),
