@@ -1,4 +1,4 @@
-"""One of transformers, accelerate, peft, trl and huggingface_hub was replaced, and another calls it in the old way."""
+"""One of transformers, accelerate, peft, trl and huggingface_hub was replaced; another still uses its old interface."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from kb.probe import (
 OLD = "class Accelerator:\n    def __init__(self, dispatch_batches=None): self.batches = dispatch_batches\n"
 NEW = "class Accelerator:\n    def __init__(self, dataloader_config=None): self.batches = dataloader_config\n"
 CALL = "from accelerate import Accelerator\ndef train(): return Accelerator(%s=4).batches\n"
-RELEASES = (  # name, release, module, what it requires: without an upper bound, as the real ones do
+RELEASES = (  # name, release, module, requirement: without an upper bound, like the real ones
     ("accelerate", "0.34.2", OLD, ""),
     ("accelerate", "1.0.0", NEW, ""),
     ("transformers", "4.39.3", CALL % "dispatch_batches", "accelerate>=0.21.0"),
@@ -42,7 +42,7 @@ RELEASES = (  # name, release, module, what it requires: without an upper bound,
 
 
 def publish(ctx: Context) -> str:
-    """A folder with wheels, as an index of packages."""
+    """Writes a folder of wheels, which serves pip as an index."""
     folder = Path(ctx.path("wheels"))
     folder.mkdir()
     for name, release, module, requires in RELEASES:
@@ -58,7 +58,7 @@ def publish(ctx: Context) -> str:
 
 
 class Environment:
-    """A virtual environment, which pip fills from the folder of wheels."""
+    """A virtual environment in which pip installs packages from the folder of wheels."""
 
     def __init__(self, ctx: Context) -> None:
         import venv
@@ -77,7 +77,7 @@ class Environment:
         self.pip("install", "--no-index", "--find-links", self.wheels, *arguments)
 
     def train(self, **environment: str) -> None:
-        """The script, which did not change; what ends it is the last line that Python prints."""
+        """Runs the training script, which never changes. The last line that Python prints says why it failed."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         command = [self.python, "-c", "import transformers; assert transformers.train() == 4"]
         ran = subprocess.run(
@@ -88,7 +88,7 @@ class Environment:
 
 
 def install_again(ctx: Context, *, constrained: bool) -> None:
-    """The same line in a Dockerfile, some months later: the newest accelerate comes with the pinned transformers."""
+    """Builds the same Dockerfile some months later. pip installs the newest accelerate with the pinned transformers."""
     environment = Environment(ctx)
     constraints = Path(ctx.path("constraints.txt"))
     constraints.write_text("accelerate==0.34.2\n" if constrained else "")
@@ -98,7 +98,7 @@ def install_again(ctx: Context, *, constrained: bool) -> None:
 
 
 def upgrade(ctx: Context, *, together: bool) -> None:
-    """An environment that worked, in which one package is upgraded, or both."""
+    """Upgrades accelerate, or (`together`) both packages, in an environment that works."""
     environment = Environment(ctx)
     environment.install("transformers==4.39.3", "accelerate==0.34.2")
     environment.train()
@@ -109,7 +109,7 @@ def upgrade(ctx: Context, *, together: bool) -> None:
 
 
 def shadow(ctx: Context, *, other_copy_hidden: bool) -> None:
-    """The environment fits and accelerate is installed anew, but a folder on PYTHONPATH has another one."""
+    """Reinstalls the right accelerate while a folder on PYTHONPATH holds another release."""
     environment = Environment(ctx)
     environment.install("transformers==4.39.3", "accelerate==0.34.2")
     environment.install("--target", ctx.path("other"), "accelerate==1.0.0")
@@ -119,7 +119,7 @@ def shadow(ctx: Context, *, other_copy_hidden: bool) -> None:
 
 
 def unwrap(ctx: Context, *, companion_fits: bool) -> None:
-    """The real Trainer, and the signature that Accelerator.unwrap_model had up to accelerate 1.2."""
+    """Runs the real Trainer with the signature that Accelerator.unwrap_model had up to accelerate 1.2."""
     from unittest.mock import patch
 
     import torch
@@ -143,19 +143,19 @@ def unwrap(ctx: Context, *, companion_fits: bool) -> None:
     )
     rows = [{"hidden": [1.0, 2.0], "labels": 1.0}] * 8
     trainer = transformers.Trainer(model=Model(), args=arguments, train_dataset=rows)
-    now = accelerator_class.unwrap_model
+    installed = accelerator_class.unwrap_model
 
     def unwrap_model(self: Any, model: Any, keep_fp32_wrapper: bool = True) -> Any:
-        return now(self, model, keep_fp32_wrapper)
+        return installed(self, model, keep_fp32_wrapper)
 
     ctx.reached()
-    with patch.object(accelerator_class, "unwrap_model", now if companion_fits else unwrap_model):
+    with patch.object(accelerator_class, "unwrap_model", installed if companion_fits else unwrap_model):
         trainer.train()
     assert trainer.state.global_step == 1
 
 
 def import_transformers(ctx: Context, *, companion_fits: bool) -> None:
-    """The check that transformers makes when it is imported."""
+    """Runs the check of releases that transformers makes when it is imported."""
     from unittest.mock import patch
 
     versions = importlib.import_module("transformers.utils.versions")
@@ -170,7 +170,8 @@ def import_transformers(ctx: Context, *, companion_fits: bool) -> None:
         versions.require_version_core(table.deps["huggingface-hub"])
 
 
-# A package and its releases, its companion and the releases that do not fit: from the first, below the second.
+# A package, its releases, its companion, and the releases of that which do not fit (from the first, below the second),
+# and the error.
 PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("transformers", "4.32", "4.40", "accelerate", "1.0.0", "", "argument 'dispatch_batches'"),
     ("transformers", "4.38.0", "4.45.0", "accelerate", "", "0.26.0", "argument 'use_seedable_sampler'"),
@@ -208,7 +209,7 @@ def within(release: str, low: str, high: str) -> bool:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The releases that are installed, by their metadata, against the pairs that are known not to fit."""
+    """Are there, by their metadata, two installed packages that are known not to fit each other?"""
     names = sorted({name for pair in PAIRS for name in (pair[0], pair[3])})
     installed = (params["installed"] or "").replace("_", "-").replace(" ", "").lower()
     given = dict(part.split("==", 1) for part in installed.split(",") if "==" in part)
@@ -216,34 +217,36 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = [f"{name} {', '.join(versions)}" for name, versions in found.items() if versions]
     odd = [text for versions in found.values() for text in versions if not re.match(FINAL, text, re.ASCII)]
     if len(evidence) < 2:
-        return unknown(*evidence, "fewer than two of these packages are installed: " + ", ".join(names))
+        return unknown(*evidence, "kb found fewer than two of these packages: " + ", ".join(names))
     twice = [name for name, versions in found.items() if len(set(versions) - set(odd)) > 1]
     if twice:
-        advice = "python -c 'import NAME; print(NAME.__file__)' shows which copy wins; hide or remove the other"
-        return exposed(*evidence, f"installed twice, in different releases: {', '.join(twice)}", advice=advice)
+        advice = (
+            "run python -c 'import NAME; print(NAME.__file__)' to see which copy Python uses; hide or remove the other"
+        )
+        return exposed(*evidence, f"two different releases are installed of: {', '.join(twice)}", advice=advice)
     bad = []
     for name, low, high, companion, first, last, text in PAIRS:
         both = found[name] + found[companion]
         if len(both) == 2 and not set(odd) & set(both) and within(both[0], low, high) and within(both[1], first, last):
             bad.append(f"{name} {both[0]} does not fit {companion} {both[1]}: {text}")
     if bad:
-        return exposed(*bad, advice="change one of the two, as the table of the entry says")
+        return exposed(*bad, advice="change one of the two as the table in the entry says")
     if odd:
-        return unknown(*evidence, "not a final release, which the table cannot judge: " + ", ".join(odd))
-    return unknown(*evidence, "no pair of the table; others may not fit, and `pip check` knows declared ones only")
+        return unknown(*evidence, "the table only covers final releases, not: " + ", ".join(odd))
+    return unknown(*evidence, "no pair is in kb's table, but others may not fit; `pip check` only knows declared ones")
 
 
 def releases(name: str) -> List[str]:
-    """The releases of a package on sys.path; more than one if there are several copies."""
+    """Returns the releases of a package on sys.path: more than one if there are several copies."""
     versions: List[str] = []
     for distribution in importlib.metadata.distributions(name=name):
-        version = str(distribution.version)  # None where the metadata is damaged
+        version = str(distribution.version)  # None if the metadata is damaged
         if version not in versions:
             versions.append(version)
     return versions
 
 
-STUBS = "transformers and accelerate: packages of two lines with their names, releases and requirements; pip is real"
+STUBS = "transformers and accelerate; two-line packages have their names, releases and requirements, and pip is real"
 KEYWORD = r"__init__\(\) got an unexpected keyword argument 'dispatch_batches'; pip check: No broken requirements"
 
 
@@ -271,15 +274,19 @@ def pair(
 
 probe = Probe(
     check=check,
-    params={"installed": Param("str", "releases to judge, as peft==0.17.0,transformers==5.0.0 (default: installed)")},
+    params={
+        "installed": Param(
+            "str", "releases to judge, such as peft==0.17.0,transformers==5.0.0 (default: the installed ones)"
+        )
+    },
     experiments=(
         pair(
             "unpinned",
             install_again,
             "constrained",
             symptom(KEYWORD),
-            "transformers is pinned and accelerate is not, so the newest comes",
-            "a file of constraints names the accelerate that worked",
+            "transformers is pinned and accelerate is not, so pip installs the newest accelerate",
+            "a constraints file pins the accelerate that worked",
         ),
     ),
     variants=(
@@ -288,7 +295,7 @@ probe = Probe(
             upgrade,
             "together",
             symptom(KEYWORD),
-            "accelerate alone is upgraded",
+            "only accelerate is upgraded",
             "transformers and accelerate are upgraded in one command",
         ),
         pair(
@@ -296,17 +303,17 @@ probe = Probe(
             shadow,
             "other_copy_hidden",
             symptom(KEYWORD),
-            "a folder on PYTHONPATH has another accelerate than the environment",
-            "PYTHONPATH is not set",
+            "a folder on PYTHONPATH holds another accelerate, which Python imports first",
+            "PYTHONPATH is not set, so Python imports the accelerate of the environment",
         ),
         pair(
             "trainer",
             unwrap,
             "companion_fits",
             raised(r"unwrap_model\(\) got an unexpected keyword argument 'keep_torch_compile'"),
-            "unwrap_model of accelerate has the signature of 1.2",
-            "it has that of the installed release",
-            stands_for="accelerate 1.2.1: its signature of unwrap_model on the installed release",
+            "accelerate's unwrap_model has the signature of 1.2, and the Trainer passes a newer argument",
+            "accelerate's unwrap_model has the signature of the installed release",
+            stands_for="accelerate 1.2.1; the installed release gets its signature of unwrap_model",
             packages={"torch": ">=2.2", "transformers": ">=4.52.1", "accelerate": ">=1.3"},
             seconds=(8.0, 8.0),
         ),
@@ -315,9 +322,9 @@ probe = Probe(
             import_transformers,
             "companion_fits",
             raised(r"is required for a normal functioning of this module, but found huggingface-hub==0\.17\.1"),
-            "the metadata of huggingface-hub says 0.17.1",
-            "it says what is installed",
-            stands_for="an old huggingface-hub: another answer of importlib.metadata",
+            "importlib.metadata reports huggingface-hub 0.17.1, which transformers refuses",
+            "importlib.metadata reports the installed huggingface-hub",
+            stands_for="an old huggingface-hub; importlib.metadata reports its release",
             packages={"transformers": ">=4.30"},
             seconds=(2.0, 2.0),
         ),

@@ -1,7 +1,7 @@
-"""The CUDA runtime of this environment under a driver of an older major release.
+"""Runs the CUDA runtime of this environment on a driver of an older major release.
 
-The runtime is the real one of the installed wheel; only the driver is a stub, built with gcc, that reports a CUDA
-version and no device. So the gate can be seen on a machine without a GPU, and nothing touches a real driver.
+The runtime is the real one of the installed wheel. Only the driver is a stub, built with gcc, that reports a CUDA
+version and no device. So a machine without a GPU shows the version check, and nothing touches a real driver.
 """
 
 import json
@@ -58,7 +58,7 @@ print(json.dumps({"cuda": torch.version.cuda, "said": said}))
 
 
 def build_driver(ctx: Context, folder: str, reports: int, init: int = NO_DEVICE) -> str:
-    """A folder with a libcuda.so.1 that reports this CUDA version."""
+    """Builds a folder with a libcuda.so.1 that reports this CUDA version, and returns its path."""
     Path("stub.c").write_text(STUB % (reports, init))
     Path(folder).mkdir()
     command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", f"{folder}/libcuda.so.1", "stub.c"]
@@ -67,24 +67,24 @@ def build_driver(ctx: Context, folder: str, reports: int, init: int = NO_DEVICE)
 
 
 def under_driver(folders: Sequence[str], *command: str) -> Dict[str, Any]:
-    """Run a fresh Python, which has loaded no driver, with these folders in front."""
+    """Runs a new Python process, which has not loaded a driver, with these folders in LD_LIBRARY_PATH."""
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
     ran = subprocess.run(
         [sys.executable, "-c", *command], env=environment, capture_output=True, text=True, timeout=90, check=False
     )
     if ran.returncode:
-        raise RuntimeError(f"the process under the stub driver ended with {ran.returncode}: {ran.stderr[-800:]}")
+        raise RuntimeError(f"the process with the stub driver exited with {ran.returncode}: {ran.stderr[-800:]}")
     answer: Dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
     return answer
 
 
 def driver_of(ctx: Context, major: int, old: bool) -> int:
-    """In the driver's form: 12080 is CUDA 12.8. Without --set the last release before the runtime's own major."""
+    """Returns the CUDA release that the stub reports; 12080 is 12.8. An old driver is of the previous major release."""
     return ctx.params["driver"] or (major - 1) * 1000 + 80 if old else major * 1000
 
 
 def runtime_of(*packages: str) -> Tuple[Path, int]:
-    """The libcudart of the first of these packages that is installed, and its CUDA major release."""
+    """Returns libcudart of the first of these packages that is installed, and its CUDA major release."""
     for package in packages or (CUDA_13, CUDA_12):
         try:
             files = [file for file in metadata.files(package) or () if re.match(r"libcudart\.so\.\d+$", file.name)]
@@ -92,14 +92,14 @@ def runtime_of(*packages: str) -> Tuple[Path, int]:
             continue
         if files:
             return Path(str(files[0].locate())), int(files[0].name.rsplit(".", 1)[1])
-    raise Unavailable("no package with a CUDA runtime is installed, as a pip installed torch for CUDA brings it")
+    raise Unavailable("no package with a CUDA runtime is installed; pip installs one with a CUDA build of torch")
 
 
 def ask_runtime(ctx: Context, runtime: Path, folders: Sequence[str]) -> None:
     answer = under_driver(folders, ASK_RUNTIME, str(runtime))
     ctx.note(runtime=runtime.name, **answer)
-    if answer["code"] != NO_DEVICE:  # with it the runtime is past the gate
-        raise RuntimeError(f"{answer['said']}: {runtime.name} under a driver that reports {answer['driver']}")
+    if answer["code"] != NO_DEVICE:  # NO_DEVICE means that the runtime accepted the driver
+        raise RuntimeError(f"{answer['said']}: {runtime.name} on a driver that reports {answer['driver']}")
 
 
 def start_runtime(ctx: Context, *, package: str, old: bool) -> None:
@@ -109,7 +109,7 @@ def start_runtime(ctx: Context, *, package: str, old: bool) -> None:
 
 
 def add_compat(ctx: Context, *, in_front: bool) -> None:
-    """An old driver; a cuda-compat folder for the runtime is there, in front of it or not."""
+    """Uses an old driver, with or without the runtime's cuda-compat folder before it in LD_LIBRARY_PATH."""
     runtime, major = runtime_of()
     driver = build_driver(ctx, "driver", driver_of(ctx, major, True))
     compat = build_driver(ctx, "compat", major * 1000)
@@ -118,7 +118,7 @@ def add_compat(ctx: Context, *, in_front: bool) -> None:
 
 
 def remove_compat(ctx: Context, *, in_front: bool) -> None:
-    """A driver that is new enough; a cuda-compat folder in front of it, on a GPU for which that is not supported."""
+    """Uses a driver that is new enough, with or without a cuda-compat folder before it that refuses the GPU."""
     runtime, major = runtime_of()
     driver = build_driver(ctx, "driver", major * 1000)
     compat = build_driver(ctx, "compat", major * 1000 + 20, COMPAT_NOT_SUPPORTED)
@@ -127,7 +127,7 @@ def remove_compat(ctx: Context, *, in_front: bool) -> None:
 
 
 def set_variables(ctx: Context, *, old: bool) -> None:
-    """What people export in a container; the job's environment has them in both arms."""
+    """Runs with the variables that people export in a container; both arms set them."""
     runtime, major = runtime_of()
     driver = build_driver(ctx, "driver", driver_of(ctx, major, old))
     assert os.environ["NVIDIA_DISABLE_REQUIRE"] == "1" and "CUDA_HOME" in os.environ
@@ -138,7 +138,7 @@ def set_variables(ctx: Context, *, old: bool) -> None:
 def start_torch(ctx: Context, *, package: str, old: bool) -> None:
     result = torch_cuda()
     if not result:
-        raise Unavailable(f"{package} is installed, but no torch that is built for CUDA")
+        raise Unavailable(f"{package} is installed, but not a CUDA build of torch")
     driver = build_driver(ctx, "driver", driver_of(ctx, int(result.split(".")[0]), old))
     ctx.reached()
     answer = under_driver([driver], ASK_TORCH)
@@ -147,13 +147,17 @@ def start_torch(ctx: Context, *, package: str, old: bool) -> None:
         raise RuntimeError(answer["said"])
 
 
-# --- the check: the driver that is loaded, against the CUDA that torch was built for --------------------------------
+# --- the check: compares the driver with the CUDA release that torch was built for ----------------------------------
 
-OLDEST = {"11": (450, 80), "12": (525,), "13": (580,)}  # oldest driver that runs any minor release of this major
+OLDEST = {
+    "11": (450, 80),
+    "12": (525,),
+    "13": (580,),
+}  # the oldest driver that runs every minor release of this major release
 
 
 def torch_cuda() -> str:
-    """`12.8` for a build with CUDA 12.8, "" for none, without importing torch."""
+    """Returns `12.8` for a build for CUDA 12.8, "" for a build without CUDA, and does not import torch."""
     try:
         text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     except (metadata.PackageNotFoundError, OSError):
@@ -163,7 +167,7 @@ def torch_cuda() -> str:
 
 
 def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
-    """Version and where it was read: the saved output of nvidia-smi, else the kernel module that is loaded here."""
+    """Returns the version, and the file that says so: saved output of nvidia-smi, or that of the kernel module."""
     for path in [saved] if saved else [Path("/sys/module/nvidia/version"), Path("/proc/driver/nvidia/version")]:
         try:
             text = path.read_text(errors="replace")
@@ -178,45 +182,51 @@ def driver_version(saved: Optional[Path]) -> Tuple[str, str]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Can the CUDA that torch was built for run on the driver of this machine?"""
+    """Does the driver of this machine support the CUDA release that torch was built for?"""
     cuda, (driver, source) = params["cuda"] or torch_cuda(), driver_version(params["smi"])
     if not driver:
         where = params["smi"] or "/proc/driver/nvidia/version: no NVIDIA kernel module is loaded here"
-        return unknown(f"no driver version in {where}", advice="on the GPU node, or with --set smi=FILE of nvidia-smi")
+        advice = "run this on the GPU node, or pass saved output of nvidia-smi: --set smi=FILE"
+        return unknown(f"kb found no driver version in {where}", advice=advice)
     if not cuda:
         return unknown(
-            f"driver {driver}; the torch of this interpreter is no CUDA build (--set cuda=12.8 asks for one)"
+            f"the driver is {driver}, but this interpreter has no CUDA build of torch",
+            advice="name the CUDA release of the job's torch: --set cuda=12.8",
         )
     numbers = tuple(int(part) for part in driver.split("."))
-    evidence = [f"driver {driver} ({source}), torch for CUDA {cuda}"]
+    evidence = [f"the driver is {driver} ({source}), and torch was built for CUDA {cuda}"]
     least = OLDEST.get(cuda.split(".")[0])
     if least is None:
-        return unknown(*evidence, f"no table row for CUDA {cuda}")
+        return unknown(*evidence, f"kb does not know which driver CUDA {cuda} needs")
     libraries = [] if params["smi"] else user_libraries()
-    own = [name for name in libraries if "compat" not in name and re.search(r"libcuda\.so\.\d{3}", name)]
-    strange = [name for name in own if not name.endswith(driver)]
+    of_driver = [name for name in libraries if "compat" not in name and re.search(r"libcuda\.so\.\d{3}", name)]
+    mismatched = [name for name in of_driver if not name.endswith(driver)]
     compat = [name for name in libraries if "compat" in name]
     if compat:
-        evidence.append(f"forward compatibility libraries: {', '.join(compat)} (data center GPUs only, else error 804)")
+        message = f"forward compatibility libraries are installed: {', '.join(compat)}"
+        evidence.append(f"{message}; they need a data center GPU, and fail with error 804 on others")
     if numbers < least:
         need = ".".join(map(str, least))
-        evidence.append(f"CUDA {cuda} needs driver {need} or newer" + ("" if not compat else ", unless compat is used"))
-        advice = f"install a torch build for an older CUDA (or, as administrator, driver {need} or newer)"
+        evidence.append(
+            f"CUDA {cuda} needs driver {need} or newer"
+            + ("" if not compat else ", unless the job uses the compat libraries")
+        )
+        advice = f"install a torch build for an older CUDA release (or, as administrator, driver {need} or newer)"
         return unknown(*evidence, advice=advice) if compat else exposed(*evidence, advice=advice)
     in_front = "" if params["smi"] else compat_in_front()
     if in_front:
-        said = f"{in_front} has a compat folder, which some GPUs (804) and some drivers (803) refuse"
-        return unknown(*evidence, said, advice="ldconfig -p | grep libcuda.so")
-    if not (own or params["smi"]):
-        return unknown(*evidence, "which release libcuda is of cannot be seen", advice="ldconfig -p | grep libcuda.so")
-    if strange:
-        evidence.append(f"libcuda of another version than the kernel module: {', '.join(strange)}")
+        message = f"{in_front} names a compat folder, which some GPUs (error 804) and some drivers (error 803) refuse"
+        return unknown(*evidence, message, advice="ldconfig -p | grep libcuda.so")
+    if not (of_driver or params["smi"]):
+        return unknown(*evidence, "kb cannot tell the version of libcuda", advice="ldconfig -p | grep libcuda.so")
+    if mismatched:
+        evidence.append(f"the version of libcuda differs from that of the kernel module: {', '.join(mismatched)}")
         return exposed(*evidence, advice="reboot or reload the kernel module after a driver update (error 803 or 804)")
-    return clear(*evidence, "PTX (error 222) and newer functions (36) may still want the newer minor release")
+    return clear(*evidence, "PTX code (error 222) and newer functions (error 36) may still need a newer minor release")
 
 
 def compat_in_front() -> str:
-    """What puts a compat folder before the driver's own: the environment, or a file of the linker."""
+    """Returns what puts a compat folder before the driver's libraries: LD_LIBRARY_PATH or a file of the linker."""
     if "compat" in os.environ.get("LD_LIBRARY_PATH", ""):
         return "LD_LIBRARY_PATH"
     for path in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
@@ -229,13 +239,13 @@ def compat_in_front() -> str:
 
 
 def user_libraries() -> List[str]:
-    """The libcuda files of the driver packages, by their real names: libcuda.so.535.129.03."""
+    """Returns the libcuda files of the driver packages by their real names, such as libcuda.so.535.129.03."""
     folders = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/local/cuda*/compat"]
     return sorted({os.path.realpath(path) for folder in folders for path in glob(f"{folder}/libcuda.so.1")})
 
 
-STANDS_FOR = "the NVIDIA driver: the stub reports a CUDA version and no device; everything above it is the real one"
-NEWER = "the driver is of the runtime's own major release, its oldest one"
+STANDS_FOR = "the NVIDIA driver; a stub reports a CUDA version and no device, and everything above it is real"
+NEWER = "the driver reports the first CUDA release of the runtime's major release"
 
 
 def under_stub(
@@ -245,7 +255,7 @@ def under_stub(
     pattern: str,
     *,
     package: str = "",
-    because: str = "the driver is of the major release before the one that the runtime belongs to",
+    because: str = "the driver reports a CUDA release of the major release before the runtime's",
     fix: str = NEWER,
     env: Mapping[str, str] = MappingProxyType({}),
     expected_s: float = 0.4,
@@ -272,9 +282,11 @@ CUDA_13, CUDA_12 = "nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"
 
 probe = Probe(
     params={
-        "smi": Param("path", "saved output of `nvidia-smi` or `nvidia-smi -q` of the node in question"),
-        "cuda": Param("str", "CUDA version to ask about instead of the installed torch's, such as 13.0", ""),
-        "driver": Param("int", "what the old driver of the control arm reports, such as 12020 for CUDA 12.2", 0),
+        "smi": Param("path", "saved output of `nvidia-smi` or `nvidia-smi -q` from the node in question"),
+        "cuda": Param("str", "CUDA release to check instead of the installed torch's, such as 13.0", ""),
+        "driver": Param(
+            "int", "CUDA release that the old driver of the control arm reports, such as 12020 for 12.2", 0
+        ),
     },
     check=check,
     experiments=(
@@ -289,23 +301,23 @@ probe = Probe(
             partial(add_compat, in_front=False),
             partial(add_compat, in_front=True),
             INSUFFICIENT,
-            because="the driver is of the older major release, and a compat folder is on the disk only",
-            fix="LD_LIBRARY_PATH has the compat folder in front, whose libcuda is of the runtime's release",
+            because="the driver is of an older major release, and LD_LIBRARY_PATH does not name the compat folder",
+            fix="LD_LIBRARY_PATH begins with the compat folder, whose libcuda matches the runtime",
         ),
         under_stub(
             "compat-in-the-way",
             partial(remove_compat, in_front=True),
             partial(remove_compat, in_front=False),
             r"forward compatibility was attempted on non supported HW",
-            because="LD_LIBRARY_PATH has a compat folder in front, whose libcuda refuses this GPU",
-            fix="LD_LIBRARY_PATH leads to the libcuda of the driver",
+            because="LD_LIBRARY_PATH begins with a compat folder, whose libcuda refuses this GPU",
+            fix="LD_LIBRARY_PATH names only the folder of the driver's libcuda",
         ),
         under_stub(
             "variables",
             partial(set_variables, old=True),
             partial(set_variables, old=False),
             INSUFFICIENT,
-            because="the driver is of the older major release; CUDA_HOME, NVIDIA_DISABLE_REQUIRE and NCCL's are set",
+            because="CUDA_HOME, NVIDIA_DISABLE_REQUIRE and an NCCL variable do not make an old driver newer",
             env={"CUDA_HOME": "/usr/local/cuda", "NVIDIA_DISABLE_REQUIRE": "1", "NCCL_P2P_DISABLE": "1"},
         ),
     ),

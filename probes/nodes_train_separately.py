@@ -1,4 +1,4 @@
-"""Two nodes were meant to train together, and each has a group of its own: the launcher was told of one node."""
+"""Two nodes should train together, but each has a group of its own, because its launcher was told of one node."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ ranks = torch.ones(1)
 dist.all_reduce(ranks)
 rank, ranks, samples = dist.get_rank(), ranks.item(), len(DistributedSampler(range(8)))
 """
-# What the launcher says, without a group: accelerate starts an interpreter, which would have to import torch.
-LOOK = """
+# Reads what the launcher sets, without a group: accelerate starts an interpreter, which would have to import torch.
+READ_VARIABLES = """
 import os
 
 rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 samples = len(range(rank, 8, ranks))
 """
-# Who leaves first would break the connections of one that is still at work.
-WRITE_DOWN = """
+# Waits for the other node, because a process that leaves first would break the connections of one that still works.
+WRITE_RESULT = """
 import glob, os, time
 
 with open(os.environ["KB_OUT"], "w") as out:
@@ -61,7 +61,7 @@ CONFIG += " num_processes: %d, machine_rank: %d, main_process_port: %s}"
 
 
 def share_ports(ctx: Context) -> List[str]:
-    """A free port for the group that both nodes are meant to form, and one for each node alone."""
+    """Returns a free port for the group that both nodes should form, and one for each node alone."""
     path = Path(ctx.path("ports"))
     if ctx.rank == 0:
         free = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
@@ -73,9 +73,9 @@ def share_ports(ctx: Context) -> List[str]:
 
 
 def start(ctx: Context, script: str, launcher: Callable[[List[str]], Any], options: List[str]) -> None:
-    """Run the launcher of this node to its end, and compare what its process trained with what was meant."""
+    """Runs the launcher of this node to its end, and compares its process with one of a group of both nodes."""
     path, out = Path(ctx.path("train-%d.py" % ctx.rank)), Path(ctx.path("out-%d" % ctx.rank))
-    path.write_text(script + WRITE_DOWN)
+    path.write_text(script + WRITE_RESULT)
     os.environ["KB_OUT"] = str(out)
     ctx.reached()
     launcher([*options, str(path)])
@@ -87,43 +87,43 @@ def torchrun(ctx: Context, options: List[str]) -> None:
 
 
 def meet_at(port: str, ctx: Context) -> List[str]:
-    """Both nodes have this address, and one of them has to host the store."""
+    """Returns the options for this rendezvous. Both nodes have the address 127.0.0.1, so `is_host` decides."""
     return ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:" + port, "--rdzv-conf", "is_host=%d" % (ctx.rank == 0)]
 
 
 def compare(ctx: Context, trained: str) -> None:
-    if not re.fullmatch("rank [01] of 2, 4 of 8 samples", trained):  # c10d deals out the ranks as it likes
+    if not re.fullmatch("rank [01] of 2, 4 of 8 samples", trained):  # c10d assigns the ranks in any order
         raise Symptom("2 nodes of one process each were meant, node %d trained as %s" % (ctx.rank, trained))
     ctx.meet("compared")
 
 
 def launch(ctx: Context, *, nodes: int) -> None:
-    """torchrun as on a workstation; or with the number of nodes and the endpoint of the first. It reads no variable."""
+    """Starts torchrun as on one node, or with two nodes and the endpoint of the first. It ignores these variables."""
     port = share_ports(ctx)[0]
     os.environ.update(NNODES="2", NODE_RANK=str(ctx.rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torchrun(ctx, ["--nnodes=2", "--rdzv-id=job", *meet_at(port, ctx)] if nodes == 2 else ["--standalone"])
 
 
 def launch_elastic(ctx: Context, *, same_id: bool) -> None:
-    """A range of nodes is content with its minimum."""
+    """Starts torchrun with a range of nodes, which is satisfied with its minimum."""
     options = meet_at(share_ports(ctx)[0], ctx)
     options[-1] += ",last_call_timeout=2"
     torchrun(ctx, ["--nnodes=1:2", "--rdzv-id=" + ("job" if same_id else "job-%d" % ctx.rank), *options])
 
 
 def launch_accelerate(ctx: Context, *, machines: int) -> None:
-    """`accelerate launch` with the configuration of one machine, or of two."""
+    """Starts `accelerate launch` with the configuration of one machine, or of two."""
     accelerate = import_module("accelerate.commands.launch")
     ports = share_ports(ctx)
     port = ports[0] if machines == 2 else ports[1 + ctx.rank]
     config = Path(ctx.path("node-%d.yaml" % ctx.rank))
     config.write_text(CONFIG % (machines, machines, ctx.rank, port))
     parse = accelerate.launch_command_parser().parse_args
-    start(ctx, LOOK, lambda words: accelerate.launch_command(parse(words)), ["--config_file=%s" % config])
+    start(ctx, READ_VARIABLES, lambda words: accelerate.launch_command(parse(words)), ["--config_file=%s" % config])
 
 
 def spawn(ctx: Context, *, all_nodes: bool) -> None:
-    """What `mp.spawn` starts on a node with one device; each node's own loopback is a port of its own here."""
+    """Does what a process of `mp.spawn` does on a node with one device. A port stands for each node's loopback."""
     import torch.distributed as dist
 
     ports = share_ports(ctx)
@@ -136,10 +136,10 @@ def spawn(ctx: Context, *, all_nodes: bool) -> None:
         world_size = int(os.environ["NNODES"]) * per_node
         address = "tcp://" + os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
-    compare(ctx, count())
+    compare(ctx, describe_group())
 
 
-def count() -> str:
+def describe_group() -> str:
     import torch
     import torch.distributed as dist
     from torch.utils.data.distributed import DistributedSampler
@@ -150,20 +150,20 @@ def count() -> str:
 
 
 def launch_lightning(ctx: Context, *, num_nodes: int) -> None:
-    """The same script on both nodes, without another launcher."""
+    """Runs the same script on both nodes, without another launcher."""
     from lightning.fabric import Fabric  # type: ignore[import-not-found]
 
     ports = share_ports(ctx)
-    os.environ.pop("LOCAL_RANK", None)  # that of the probe
+    os.environ.pop("LOCAL_RANK", None)  # kb has set it for this probe
     os.environ.update(NODE_RANK=str(ctx.rank), MASTER_ADDR="127.0.0.1")
     os.environ["MASTER_PORT"] = ports[0] if num_nodes == 2 else ports[1 + ctx.rank]
     ctx.reached()
     Fabric(accelerator="cpu", devices=1, num_nodes=num_nodes, strategy="ddp").launch()
-    compare(ctx, count())
+    compare(ctx, describe_group())
 
 
 def refuse(ctx: Context, *, checked: bool) -> None:
-    """Each node has a group of its own; the script may look before it trains."""
+    """Each node has a group of its own; the script may check the world size before it trains."""
     import torch.distributed as dist
 
     address = "tcp://127.0.0.1:" + share_ports(ctx)[1 + ctx.rank]
@@ -178,72 +178,76 @@ def refuse(ctx: Context, *, checked: bool) -> None:
         except RuntimeError as error:
             assert str(error) == "2 processes were meant, this group has 1"
             return
-    compare(ctx, count())
+    compare(ctx, describe_group())
 
 
-# --- the check: what a launch command, and accelerate's configuration, say of the number of nodes -------------------
+# --- the check: how many nodes do the launch command and accelerate's configuration name? ----------------------------
 
 LAUNCHER = re.compile(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$|(^|/)accelerate$|^accelerate\.commands\.")
 SCRIPT = re.compile(r".\.py$|^-m$|^--(module|no[-_]python)$")
 PROCESSES = re.compile(r"--nproc[-_]per[-_]node[ =]\S+|--num[-_]processes[ =]\S+")
-UNSEEN = re.compile(r"[$`;|@]|&&")  # other options, in a variable for instance, or another command
-ELSEWHERE = re.compile(r"PET_|\b(docker|podman|singularity|apptainer|kubectl|ssh|pdsh)\b")  # not this environment
+UNSEEN = re.compile(r"[$`;|@]|&&")  # may stand for other options, for instance a variable, or begin another command
+ELSEWHERE = re.compile(r"PET_|\b(docker|podman|singularity|apptainer|kubectl|ssh|pdsh)\b")  # uses other variables
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Does the launch command, or accelerate's configuration, name one node for a job of several?"""
     command, nodes = params["command"], params["nodes"]
     if not command or not nodes:
-        return unknown("how many nodes are meant, or how they are started, is not known", advice=ADVICE)
+        return unknown("kb does not know how many nodes the job should have, or how they are started", advice=ADVICE)
     try:
         words = shlex.split(command.replace("\\\n", " "))
     except ValueError as error:
-        return unknown("the command cannot be read: %s" % error)
+        return unknown("kb cannot parse the command: %s" % error)
     first = next((place for place, word in enumerate(words) if LAUNCHER.search(word)), len(words))
     last = next((place for place, word in enumerate(words) if place > first and SCRIPT.search(word)), None)
     if last is None or nodes < 2:
-        return unknown("one node is meant, or no torchrun or accelerate launch with its script is seen", advice=ADVICE)
+        return unknown(
+            "the job should have one node, or kb found no torchrun or accelerate launch with a script", advice=ADVICE
+        )
     options = words[first + 1 : last]
     is_accelerate = "accelerate" in words[first]
     try:
         if UNSEEN.search(PROCESSES.sub("", " ".join(options))):
-            raise ValueError("there may be options that the command does not show: write out its variables")
-        asked = of_accelerate(options, params["config"]) if is_accelerate else of_torchrun(options, command)
+            raise ValueError("the command may have options that kb does not see: replace its variables by their values")
+        told = nodes_of_accelerate(options, params["config"]) if is_accelerate else nodes_of_torchrun(options, command)
     except ValueError as error:
         return unknown(str(error))
-    name, source = ("--num_machines", "configuration") if is_accelerate else ("--nnodes", "PET_NNODES here")
-    evidence = "the job has %d nodes; %s is %s, by the command, %s or default" % (nodes, name, asked, source)
-    if asked in ("1", "1:1"):
-        advice = "%s %d, before the script" % (name, nodes)
-        return exposed(evidence, "its group has one node, and waits for no other", advice=advice)
-    return unknown(evidence, "what the other nodes are told, and what the script does with it, cannot be seen")
+    name, source = ("--num_machines", "configuration") if is_accelerate else ("--nnodes", "PET_NNODES")
+    evidence = "the job should have %d nodes; %s is %s (from the command, the %s or the default)"
+    evidence = evidence % (nodes, name, told, source)
+    if told in ("1", "1:1"):
+        advice = "put %s %d before the script" % (name, nodes)
+        return exposed(evidence, "each node forms a group of its own and waits for no other", advice=advice)
+    return unknown(evidence, "kb cannot tell what the other nodes are told, nor what the script does with it")
 
 
-def of_torchrun(options: List[str], command: str) -> str:
+def nodes_of_torchrun(options: List[str], command: str) -> str:
     found = value_of(options, "nnodes")
     if not found and ELSEWHERE.search(command):
-        raise ValueError("--nnodes is not in the command, and PET_NNODES may be set where it runs")
+        raise ValueError("the command does not contain --nnodes, and PET_NNODES may be set where it runs")
     return found or os.environ.get("PET_NNODES") or "1"
 
 
-def of_accelerate(options: List[str], config: Optional[Path]) -> str:
+def nodes_of_accelerate(options: List[str], config: Optional[Path]) -> str:
     from kb.training_config import UnreadableConfig, read_config
 
     found = value_of(options, "num_machines")
     if found:
         return found
     if config is None:
-        raise ValueError("--num_machines is not in the command; it may be in the configuration: --config FILE")
+        raise ValueError("the command does not contain --num_machines; name the configuration: --config FILE")
     try:
         kind, values = read_config(config)
     except UnreadableConfig as error:
         raise ValueError(str(error)) from None
     if kind != "accelerate" or str(values.get("distributed_type")).upper() == "DEEPSPEED":
-        raise ValueError("not a configuration of accelerate, or one of DeepSpeed: see remote-shell-launcher")
+        raise ValueError("the configuration is not accelerate's, or is one for DeepSpeed: see remote-shell-launcher")
     return str(values.get("num_machines", 1))
 
 
 def value_of(options: List[str], name: str) -> str:
-    """The last value of an option, which may be cut short, with `-` or `_`, and with `=` or a space."""
+    """Returns the last value of an option, which may be abbreviated, with `-` or `_`, and with `=` or a space."""
     found = ""
     for place, word in enumerate(options):
         key, equals, value = word.partition("=")
@@ -253,7 +257,7 @@ def value_of(options: List[str], name: str) -> str:
 
 
 ADVICE = "--set nodes=2 --set command='torchrun --nproc-per-node 8 train.py'; for accelerate also --config FILE"
-NODES = "two machines: two launchers on this one, each with a port of its own where a machine has its own loopback"
+NODES = "two machines; two launchers run on this one, with a port each in place of a loopback each"
 ALONE = symptom(r"2 nodes of one process each were meant, node [01] trained as rank 0 of 1, 8 of 8 samples")
 
 
@@ -270,20 +274,53 @@ def pair(name: str, job: Callable[..., None], change: Tuple[str, Any, Any], beca
     )
 
 
-LINES = ("each node runs torchrun as for one node", "--nnodes 2, and the endpoint of the first node")
+BECAUSE = (
+    "each node runs torchrun as for a single node",
+    "each node runs torchrun with --nnodes 2 and the endpoint of the first node",
+)
 probe = Probe(
     check=check,
     params={
-        "nodes": Param("int", "how many nodes the job is meant to have"),
-        "command": Param("str", "the line that starts the training on a node"),
+        "nodes": Param("int", "how many nodes the job should have"),
+        "command": Param("str", "the command that starts the training on a node"),
         "config": Param("path", "accelerate's YAML file"),
     },
-    experiments=(pair("launcher", launch, ("nodes", 1, 2), *LINES),),
+    experiments=(pair("launcher", launch, ("nodes", 1, 2), *BECAUSE),),
     variants=(
-        pair("elastic", launch_elastic, ("same_id", False, True), "1:2 nodes, each with an id of its own", "one id"),
-        pair("spawn", spawn, ("all_nodes", False, True), "rank and world size of one node", "of all nodes"),
-        pair("refuse", refuse, ("checked", False, True), "a group of one, and the script trains", "the script refuses"),
-        pair("accelerate", launch_accelerate, ("machines", 1, 2), "num_machines is 1", "num_machines is 2"),
-        pair("lightning", launch_lightning, ("num_nodes", 1, 2), "num_nodes is left at 1", "num_nodes is 2"),
+        pair(
+            "elastic",
+            launch_elastic,
+            ("same_id", False, True),
+            "both nodes use --nnodes 1:2, but each has a rendezvous id of its own",
+            "both nodes use the same rendezvous id",
+        ),
+        pair(
+            "spawn",
+            spawn,
+            ("all_nodes", False, True),
+            "the script computes rank and world size within one node",
+            "the script computes rank and world size over all nodes",
+        ),
+        pair(
+            "refuse",
+            refuse,
+            ("checked", False, True),
+            "each group has one process, and the script trains without checking",
+            "the script checks the world size and refuses to train",
+        ),
+        pair(
+            "accelerate",
+            launch_accelerate,
+            ("machines", 1, 2),
+            "num_machines is 1 in the configuration of both machines",
+            "num_machines is 2 in the configuration of both machines",
+        ),
+        pair(
+            "lightning",
+            launch_lightning,
+            ("num_nodes", 1, 2),
+            "num_nodes is left at 1, so each node forms a group of its own",
+            "num_nodes is 2",
+        ),
     ),
 )

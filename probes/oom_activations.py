@@ -1,4 +1,4 @@
-"""Short batches train, a long one does not fit: each layer keeps its results for the backward."""
+"""Short batches train, but a long one does not fit, because each layer keeps its results for the backward."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
 HIDDEN, WIDE, LAYERS = 128, 1024, 8
-CPU_TOKENS, GPU_TOKENS = 2048, 24576  # of the long batch: 136 MiB and 1.6 GiB of activations
+CPU_TOKENS, GPU_TOKENS = 2048, 24576  # tokens of the long batch, with 136 MiB and 1.6 GiB of activations
 CPU_ROOM, GPU_MIB = 100 << 20, 1024
-LLAMA_ROOM = 200 << 20  # the buffers of attention count as well: without checkpointing a Llama takes 400 to 500 MiB
-PER_HIDDEN = {"all": 49, "adapter": 34}  # bytes per token and layer, times hidden: bf16 Llama, fused attention
+LLAMA_ROOM = 200 << 20  # includes the buffers of attention; without checkpointing a Llama takes 400 to 500 MiB
+PER_HIDDEN = {"all": 49, "adapter": 34}  # bytes per token, layer and hidden unit of a bf16 Llama with fused attention
 
 
 WAYS = ("whole", "checkpoint", "split", "truncate")
 
 
 def train(ctx: Context, *, way: str, ddp: bool = False) -> None:
-    """Three short batches, then a long one: whole, through checkpointed layers, in eight parts, or cut off."""
+    """Trains three short batches, then a long one: whole, with checkpointed layers, in eight parts, or truncated."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -86,7 +86,7 @@ def train(ctx: Context, *, way: str, ddp: bool = False) -> None:
 
 
 def attend(ctx: Context, *, fused: bool) -> None:
-    """One attention of eight heads over 2048 tokens, forward and backward: with a score matrix, or without."""
+    """Runs one attention layer over 2048 tokens, forward and backward, with a score matrix or (`fused`) without."""
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch import nn
@@ -109,7 +109,7 @@ def attend(ctx: Context, *, fused: bool) -> None:
 
 
 def accumulate(ctx: Context, *, between_samples: bool) -> None:
-    """A batch whole and in four parts, for a loss between its samples (in-batch negatives), or of each alone."""
+    """Compares the gradients of a whole batch and of its four parts. The loss may compare samples of a batch."""
     import torch
     import torch.nn.functional as F  # noqa: N812
 
@@ -130,26 +130,26 @@ def accumulate(ctx: Context, *, between_samples: bool) -> None:
 
     ctx.reached()
     whole, split = gradient(1), gradient(4)
-    away = float((whole - split).norm() / whole.norm())
-    ctx.note(away_from_whole=round(away, 6))
-    if away > 1e-4:
-        raise Symptom(f"the gradient of four micro batches is {away:.0%} away from that of the whole batch")
+    difference = float((whole - split).norm() / whole.norm())
+    ctx.note(difference=round(difference, 6))
+    if difference > 1e-4:
+        raise Symptom(f"the gradient of four micro batches differs by {difference:.0%} from that of the whole batch")
 
 
 def count(saved: Dict[int, int], tensor: Any) -> Any:
-    """Count what autograd saves: each storage once, without those that exist anyway."""
+    """Counts what autograd saves: each storage once, without those that are in `saved` already."""
     storage = tensor.untyped_storage()
     saved.setdefault(storage.data_ptr(), storage.nbytes())
     return tensor
 
 
 def train_llama(ctx: Context, *, checkpointed: bool) -> None:
-    """The same with a Llama of transformers and its own gradient checkpointing."""
+    """Runs a Llama of transformers, with or without its own gradient checkpointing."""
     import torch
     from transformers import LlamaConfig, LlamaModel  # type: ignore[import-not-found]
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, no rendezvous
+        os.environ.pop(name, None)  # one process, which needs no rendezvous
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=64
     )
@@ -165,7 +165,7 @@ SWITCHES = ("gradient_checkpointing", "activation_checkpointing", "activation_of
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Activations of the largest micro batch, by a measured factor, against the memory of one GPU."""
+    """Do the activations of the largest micro batch, by a measured factor, fit in the memory of one GPU?"""
     values: Dict[str, Any] = {}
     if params["config"] is not None:
         try:
@@ -176,34 +176,40 @@ def check(params: Mapping[str, Any]) -> Finding:
     numbers = (tokens, params["hidden"], params["layers"], params["gpu_memory"])
     if any(number is None or number <= 0 for number in numbers) or params["trains"] not in PER_HIDDEN:
         return unknown(
-            "tokens of a micro batch, hidden size, layers and the GPU's memory are needed",
-            advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79, or trains=adapter",
+            "kb needs the tokens of a micro batch, the hidden size, the number of layers and the memory of the GPU",
+            advice="--set tokens=16384 --set hidden=4096 --set layers=32 --set gpu_memory=79 (--set trains=adapter)",
         )
     message = "%s tokens x %s hidden x %s layers" % numbers[:3]
     need = tokens * params["hidden"] * params["layers"] * PER_HIDDEN[params["trains"]] / GIB
     checkpointed = tokens * params["hidden"] * params["layers"] * 2 / GIB
-    evidence = "%s: about %.1f GiB without checkpointing, %.1f GiB and one layer with it; the GPU has %.1f GiB" % (
+    evidence = "%s need about %.1f GiB without checkpointing, %.1f GiB plus one layer with it; the GPU has %.1f GiB" % (
         *(message, need, checkpointed),
         params["gpu_memory"],
     )
     if any(values.get(name) not in (None, False) for name in SWITCHES):
         return unknown(
-            evidence, "the configuration switches checkpointing or offloading on; look whether the model honours it"
+            evidence,
+            "the configuration switches checkpointing or offloading on; kb cannot tell whether the model honours it",
         )
     is_off = values.get("disable_gradient_checkpointing") is True or any(values.get(name) is False for name in SWITCHES)
     if values and not is_off:
-        return unknown(evidence, "the configuration does not say; LLaMA-Factory and newer TRL checkpoint by default")
-    advice = "gradient checkpointing, if it is not on yet, or fewer tokens per micro batch"
+        return unknown(
+            evidence,
+            "the configuration does not mention checkpointing, which LLaMA-Factory and newer TRL switch on by default",
+        )
+    advice = "switch gradient checkpointing on, or use fewer tokens per micro batch"
     if not values and checkpointed <= params["gpu_memory"] < need:
-        return unknown(evidence, "whether checkpointing is on was not said; without it this is too much", advice=advice)
+        return unknown(
+            evidence, "this does not fit without checkpointing, and kb does not know whether it is on", advice=advice
+        )
     if params["trains"] == "all" and need * PER_HIDDEN["adapter"] / PER_HIDDEN["all"] <= params["gpu_memory"] < need:
-        return unknown(evidence, "with frozen weights it would fit: --set trains=adapter", advice=advice)
+        return unknown(evidence, "this would fit with frozen weights: --set trains=adapter", advice=advice)
     if need > params["gpu_memory"]:
         return exposed(evidence, advice=advice)
-    return unknown(evidence, "what weights, gradients, optimizer and eager attention leave free is not known here")
+    return unknown(evidence, "kb does not know how much weights, gradients, optimizer and eager attention take")
 
 
-ALL = "a batch eight times as long as the others, and every layer keeps its results"
+ALL = "a batch is eight times as long as the others, and every layer keeps its results"
 
 
 def experiment(
@@ -224,37 +230,45 @@ def experiment(
     )
 
 
-rlimit = experiment("rlimit", partial(train, way="checkpoint"), "the same batch, layers recomputed in the backward")
+rlimit = experiment(
+    "rlimit", partial(train, way="checkpoint"), "the same batch fits, because the layers are recomputed in the backward"
+)
 
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "your training configuration, for tokens per micro batch and checkpointing"),
+        "config": Param(
+            "path", "your training configuration, from which kb reads tokens per micro batch and checkpointing"
+        ),
         "tokens": Param("int", "tokens of one micro batch: batch size x padded length"),
         "hidden": Param("int", "hidden_size of the model's config.json"),
         "layers": Param("int", "num_hidden_layers"),
         "gpu_memory": Param("float", "GiB of one GPU"),
-        "trains": Param("str", "all weights or an adapter: all, adapter", "all"),
+        "trains": Param("str", "which weights are trained: all, adapter", "all"),
     },
     experiments=(
         rlimit.on_gpus(1, name="gpu", expect=GPU_OOM, gpu_memory_mib=GPU_MIB),
         rlimit,
     ),
     variants=(
-        experiment("split", partial(train, way="split"), "the same batch in eight parts, each with its own backward"),
-        experiment("truncate", partial(train, way="truncate"), "the long batch cut to the length of the others"),
+        experiment(
+            "split", partial(train, way="split"), "the same batch is split in eight parts, each with its own backward"
+        ),
+        experiment(
+            "truncate", partial(train, way="truncate"), "the long batch is truncated to the length of the others"
+        ),
         Experiment(
             name="in-batch",
             control=Arm(
                 partial(accumulate, between_samples=True),
-                symptom(r"the gradient of four micro batches is \d+% away from that of the whole batch"),
-                because="a loss that compares the samples of a batch, which four micro batches do not hold together",
+                symptom(r"the gradient of four micro batches differs by \d+% from that of the whole batch"),
+                because="the loss compares the samples of a batch, and a micro batch has only a quarter of them",
                 fidelity="cpu",
             ),
             treatment=Arm(
                 partial(accumulate, between_samples=False),
                 completed(),
-                because="a loss of each sample by itself, averaged over the step",
+                because="the loss of each sample depends on that sample alone, and is averaged over the step",
                 fidelity="cpu",
             ),
             world_size=1,
@@ -264,16 +278,16 @@ probe = Probe(
         experiment(
             "attention",
             partial(attend, fused=True),
-            "scaled_dot_product_attention, which makes no score matrix",
+            "scaled_dot_product_attention makes no score matrix",
             partial(attend, fused=False),
-            "attention by matmul and softmax, with a score for each pair of tokens",
+            "attention by matmul and softmax keeps a score for each pair of tokens",
         ),
         experiment(
             "ddp",
             partial(train, way="checkpoint", ddp=True),
-            "the same, layers recomputed in the backward",
+            "each rank's batch fits, because the layers are recomputed in the backward",
             partial(train, way="whole", ddp=True),
-            ALL + "; two ranks under DDP, each with such a batch",
+            "each of two DDP ranks has a batch eight times as long as the others, and every layer keeps its results",
             world_size=2,
         ),
         Experiment(
@@ -281,14 +295,14 @@ probe = Probe(
             control=Arm(
                 partial(train_llama, checkpointed=False),
                 HOST_OOM,
-                because="2048 tokens through eight layers of a Llama",
+                because="2048 tokens run through eight layers of a Llama, which all keep their results",
                 fidelity="stand-in",
                 stands_for=LIMITED_ADDRESS_SPACE,
             ),
             treatment=Arm(
                 partial(train_llama, checkpointed=True),
                 completed(),
-                because="the same after model.gradient_checkpointing_enable()",
+                because="model.gradient_checkpointing_enable() makes the layers recompute in the backward",
                 fidelity="stand-in",
                 stands_for=LIMITED_ADDRESS_SPACE,
             ),

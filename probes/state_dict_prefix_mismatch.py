@@ -1,4 +1,4 @@
-"""What a model wrapped by DDP and torch.compile has saved is loaded into the bare model, which has shorter names."""
+"""A file saved from a model that DDP and torch.compile wrap is loaded into the bare model, which has shorter names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plain(name: str) -> str:
 
 
 def load(model: Any, state: Mapping[str, Any]) -> None:
-    """Strictly, under the names that `model` has; a name without a partner stays and is reported."""
+    """Loads strictly, under the names that `model` has. torch reports a name that the model does not have."""
     own = {plain(name): name for name in model.state_dict()}
     renamed = {own.get(plain(name), name): tensor for name, tensor in state.items()}
     assert len(renamed) == len(state)
@@ -46,17 +46,17 @@ def load_as_it_is(model: Any, state: Mapping[str, Any]) -> None:
 
 
 def load_what_fits(model: Any, state: Mapping[str, Any]) -> None:
-    """The folklore: strict=False. Raises nothing."""
+    """Loads with strict=False, which people try and which raises no error."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     answer = model.load_state_dict(state, strict=False)
-    arrived = sum(not bool((tensor == before[name]).all()) for name, tensor in model.state_dict().items())
-    counts = (arrived, len(before), len(answer.missing_keys), len(answer.unexpected_keys))
-    if arrived < len(before):
+    loaded = sum(not bool((tensor == before[name]).all()) for name, tensor in model.state_dict().items())
+    counts = (loaded, len(before), len(answer.missing_keys), len(answer.unexpected_keys))
+    if loaded < len(before):
         raise Symptom("%d of %d tensors loaded, %d missing, %d unexpected, no error" % counts)
 
 
 def load_without_module(model: Any, state: Mapping[str, Any]) -> None:
-    """The folklore: torch's own function, which is for DDP alone."""
+    """Removes the prefix with torch's own function, which people try and which only works for DDP."""
     from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
     cut = dict(state)
@@ -65,7 +65,7 @@ def load_without_module(model: Any, state: Mapping[str, Any]) -> None:
 
 
 def load_replaced(model: Any, state: Mapping[str, Any]) -> None:
-    """The folklore: replace, which changes the middle of names too."""
+    """Removes the prefix with replace(), which people try and which also changes the middle of names."""
     cut = {name.replace("module.", ""): tensor for name, tensor in state.items()}
     lost = sorted(set(cut) - set(model.state_dict()))
     if lost:
@@ -85,20 +85,20 @@ def wrap(ctx: Context, bare: Any) -> Any:
     return DistributedDataParallel(bare)
 
 
-def compiled(torch: Any, model: Any) -> Any:
-    """Nothing is compiled before the first call; the names are the same with every backend, inductor loads slowly."""
+def compile_model(torch: Any, model: Any) -> Any:
+    """Wraps the model with a backend that loads quickly. Every backend gives the same names."""
     try:
         return torch.compile(model, backend="eager")
     except RuntimeError as error:
-        raise Unavailable("torch.compile does not work here: %s" % error) from error
+        raise Unavailable("torch.compile does not work on this machine: %s" % error) from error
 
 
 def resume(ctx: Context, *, loads: Callable[[Any, Mapping[str, Any]], None], compiles: bool = True) -> None:
-    """Rank 0 saves the DDP model, compiled or not; every rank of the next job loads the file into a bare model."""
+    """Rank 0 saves the DDP model, compiled or not; every rank then loads the file into a bare model."""
     import torch
 
     bare = build()
-    model = compiled(torch, wrap(ctx, bare)) if compiles else wrap(ctx, bare)
+    model = compile_model(torch, wrap(ctx, bare)) if compiles else wrap(ctx, bare)
     if ctx.rank == 0:
         torch.save(model.state_dict(), ctx.path("model.pt"))
     ctx.reached()
@@ -107,11 +107,11 @@ def resume(ctx: Context, *, loads: Callable[[Any, Mapping[str, Any]], None], com
     ctx.note(first_name=next(iter(state)))
     loads(fresh, state)
     assert all(torch.equal(tensor, trained[name]) for name, tensor in fresh.state_dict().items())
-    load(model, trained)  # the other way round: plain names into the wrapped model
+    load(model, trained)  # the reverse: plain names into the wrapped model
 
 
 def save(ctx: Context, *, saves_bare: bool) -> None:
-    """The file of the wrapped model, or that of the model inside, is loaded into a bare model as it is."""
+    """Saves the wrapped model, or the bare model inside it, and loads the unchanged file into a bare model."""
     import torch
 
     path = ctx.path("model-%d.pt" % ctx.rank)
@@ -126,7 +126,7 @@ def save(ctx: Context, *, saves_bare: bool) -> None:
 
 
 def save_compiled(ctx: Context, *, in_place: bool) -> None:
-    """torch.compile puts a module around the model, the method `compile` does not."""
+    """torch.compile wraps the model in a module; the method `compile` does not."""
     import torch
 
     bare = model = build()
@@ -134,12 +134,12 @@ def save_compiled(ctx: Context, *, in_place: bool) -> None:
     if in_place:
         bare.compile(backend="eager")
     else:
-        model = compiled(torch, bare)
+        model = compile_model(torch, bare)
     load_as_it_is(build(), model.state_dict())
 
 
 def save_parameters(ctx: Context, *, own_state_dict: bool) -> None:
-    """A layer with activation checkpointing: its wrapper hides from the state dict, not from named_parameters."""
+    """Activation checkpointing wraps a layer; its prefix is in named_parameters but not in the state dict."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = build()
@@ -149,7 +149,7 @@ def save_parameters(ctx: Context, *, own_state_dict: bool) -> None:
 
 
 def load_averaged(ctx: Context, *, drops_counter: bool) -> None:
-    """AveragedModel is a wrapper with a buffer of its own."""
+    """AveragedModel wraps the model and adds a buffer, n_averaged."""
     from torch.optim.swa_utils import AveragedModel
 
     state = dict(AveragedModel(build()).state_dict())
@@ -164,12 +164,12 @@ def shard(ctx: Context) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     ctx.init_process_group(timeout_s=10)
-    torch.manual_seed(0)  # the same numbers on both ranks
+    torch.manual_seed(0)  # so that both ranks start with the same weights
     return FullyShardedDataParallel(build(), use_orig_params=True, device_id=torch.device("cpu"))
 
 
 def load_into_shards(ctx: Context, *, plain_names: bool) -> None:
-    """FSDP1 puts its prefix before every name itself, whatever the name is."""
+    """FSDP1 adds its prefix to every name that it loads, even to one that already has it."""
     import torch
 
     model = shard(ctx)
@@ -180,7 +180,7 @@ def load_into_shards(ctx: Context, *, plain_names: bool) -> None:
 
 
 def save_shards(ctx: Context, *, own_state_dict: bool) -> None:
-    """What rank 0 of an FSDP1 job writes is loaded into a bare model. cpu_offload=True ends in SIGSEGV on a CPU."""
+    """Rank 0 loads the weights of an FSDP1 model into a bare one. cpu_offload=True would crash with SIGSEGV on CPU."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     model = shard(ctx)
@@ -194,7 +194,7 @@ def save_shards(ctx: Context, *, own_state_dict: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the names in a checkpoint contain a wrapper's prefix? Runs nothing in the file."""
+    """Do the names in a checkpoint contain a wrapper's prefix? Does not run code in the file."""
     path = params["checkpoint"]
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/model.pt or .safetensors")
@@ -204,23 +204,24 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(str(error))
     wrapped = [name for name in names if plain(name) != name]
     if wrapped:
-        message = "%d names of %s carry a wrapper: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
+        message = "%d names in %s contain a wrapper's prefix: %s" % (len(wrapped), path.name, ", ".join(wrapped[:3]))
         if all(
             WRAPPERS.intersection(name.split(".")) == {"module"} and not name.startswith("module.") for name in wrapped
         ):
-            return unknown(message, "module inside a name may be a layer of the model itself")
-        return exposed(message, advice="load it under the names that your model has, strictly")
+            return unknown(message, "`module` in the middle of a name may be a layer of the model itself")
+        return exposed(message, advice="load it strictly, under the names that your model has: see the entry, Fix 1")
     if not names:
-        return unknown("no tensors were found in %s" % path)
-    message = "none of %d names of %s carries a wrapper, for instance %s" % (len(names), path.name, names[0])
+        return unknown("kb found no tensors in %s" % path)
+    message = "none of the %d names in %s contains a wrapper's prefix, for instance %s"
     return unknown(
-        message, "whether the model that loads it is wrapped, or has a prefix of its own, is not in the file"
+        message % (len(names), path.name, names[0]),
+        "the file does not show whether the model that loads it is wrapped, or adds a prefix of its own",
     )
 
 
 PREFIXED = raised(r'Unexpected key\(s\) in state_dict: "(_orig_mod\.)?module\.')
-FILE = "the file has the names of torch.compile(DDP(model)), the model that loads it is bare"
-RENAMED = "the same file is loaded, strictly, under the names that the model has"
+FILE = "the file has the names of torch.compile(DDP(model)), but a bare model loads it"
+RENAMED = "the same file is loaded strictly, under the names that the model has"
 
 
 def variant(
@@ -233,7 +234,7 @@ def variant(
     packages: Mapping[str, str] = MappingProxyType({"torch": ">=2.1"}),
     world_size: int = 1,
 ) -> Experiment:
-    """One rank is enough where nothing is sharded: names do not depend on the number of ranks."""
+    """One rank is enough unless the model is sharded, because names do not depend on the number of ranks."""
     return Experiment(
         name=name,
         control=Arm(broken, expect=expect, because=because, fidelity="cpu"),
@@ -250,7 +251,7 @@ not_strict = variant(
     partial(resume, loads=load_what_fits, compiles=False),
     partial(resume, loads=load, compiles=False),
     symptom(r"0 of 4 tensors loaded, 4 missing, 4 unexpected, no error"),
-    "the file has the names of DDP(model), and is loaded with strict=False",
+    "the file has the names of DDP(model), and a bare model loads it with strict=False",
     RENAMED,
 )
 consumed = variant(
@@ -258,7 +259,7 @@ consumed = variant(
     partial(resume, loads=load_without_module),
     partial(resume, loads=load),
     PREFIXED,
-    FILE + "; names that begin with module. are cut, and none does",
+    "torch's function only cuts names that begin with module., but these begin with _orig_mod.module.",
     RENAMED,
 )
 replaced = variant(
@@ -266,7 +267,7 @@ replaced = variant(
     partial(resume, loads=load_replaced, compiles=False),
     partial(resume, loads=load, compiles=False),
     symptom(r"2 of 4 names fit, not subbias, subweight"),
-    "the file has the names of DDP(model); replace() takes the text out of the name submodule. as well",
+    "replace() removes module. from the names of DDP(model), but also from the layer name submodule.",
     RENAMED,
 )
 bare_saved = variant(
@@ -274,16 +275,16 @@ bare_saved = variant(
     partial(save, saves_bare=False),
     partial(save, saves_bare=True),
     PREFIXED,
-    "the wrapped model is saved",
-    "the model inside is saved, and loads as it is",
+    "rank 0 saves the wrapped model, whose names have a prefix",
+    "rank 0 saves the bare model inside, whose names have no prefix",
 )
 in_place = variant(
     "compile-in-place",
     partial(save_compiled, in_place=False),
     partial(save_compiled, in_place=True),
     raised(r'Unexpected key\(s\) in state_dict: "_orig_mod\.'),
-    "torch.compile(model) is saved",
-    "model.compile() adds no module, and no name",
+    "the result of torch.compile(model) is saved, whose names begin with _orig_mod.",
+    "model.compile() is used instead, which adds no prefix",
     {"torch": ">=2.2"},
 )
 parameters = variant(
@@ -291,24 +292,24 @@ parameters = variant(
     partial(save_parameters, own_state_dict=False),
     partial(save_parameters, own_state_dict=True),
     raised(r'Unexpected key\(s\) in state_dict: "encoder\._checkpoint_wrapped_module\.'),
-    "a dict of named_parameters() is saved",
-    "the state dict is saved, in which the wrapper leaves no name",
+    "a dict of named_parameters() is saved, whose names contain the wrapper's prefix",
+    "the state dict is saved, whose names do not contain the wrapper's prefix",
 )
 averaged = variant(
     "averaged",
     partial(load_averaged, drops_counter=False),
     partial(load_averaged, drops_counter=True),
     raised(r'Unexpected key\(s\) in state_dict: "n_averaged"'),
-    "the file of an AveragedModel is loaded under the names that the model has",
-    "n_averaged is taken out first",
+    "the file of an AveragedModel also has n_averaged, which the bare model lacks",
+    "n_averaged is removed before the file is loaded",
 )
 into_shards = variant(
     "fsdp-load",
     partial(load_into_shards, plain_names=False),
     partial(load_into_shards, plain_names=True),
     raised(r"Error\(s\) in loading state_dict for FullyShardedDataParallel"),
-    "names with FSDP1's prefix are loaded into an FSDP1 model, which adds it once more",
-    "plain names and full tensors are loaded into it, on every rank",
+    "names with FSDP1's prefix are loaded into an FSDP1 model, which adds the prefix again",
+    "every rank loads plain names and full tensors into the FSDP1 model",
     world_size=2,
 )
 from_shards = variant(
@@ -316,14 +317,14 @@ from_shards = variant(
     partial(save_shards, own_state_dict=False),
     partial(save_shards, own_state_dict=True),
     raised(r'Unexpected key\(s\) in state_dict: "_fsdp_wrapped_module\.'),
-    "a dict of named_parameters() of an FSDP1 model is saved",
-    "get_model_state_dict is called on every rank",
+    "rank 0 saves a dict of named_parameters() of an FSDP1 model, whose names contain a prefix",
+    "every rank calls get_model_state_dict, which returns plain names",
     {"torch": ">=2.2"},
     world_size=2,
 )
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a file of torch.save or safetensors; nothing in it is run")},
+    params={"checkpoint": Param("path", "a file of torch.save or safetensors; kb does not run code in it")},
     experiments=(
         Experiment(
             name="ddp-compile",
