@@ -1,4 +1,4 @@
-"""One rank compiles in the middle of a step, and the collective in which the others wait has a shorter timeout."""
+"""One rank compiles during a step, and takes longer than the timeout of the collective in which the others wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kb.probe import (
 
 
 def compiler(seconds: float) -> Any:
-    """A backend of torch.compile for forward and backward that takes so long for each graph and uses no processor."""
+    """Returns a backend of torch.compile, for forward and backward, that sleeps for `seconds` for each graph."""
     from torch._dynamo.backends.common import aot_autograd
 
     def compile_graph(graph: Any, _: Any) -> Any:
@@ -35,7 +35,7 @@ def compiler(seconds: float) -> Any:
 
 
 def train(ctx: Context, *, warm_up: bool) -> None:
-    """Two steps. Rank 0 must compile the step, rank 1 need not: its cache is warm, or it takes no new path."""
+    """Runs two steps. Rank 0 must compile; rank 1 need not, because its cache is warm or it takes no new path."""
     import torch
 
     timeout_s = 5.0 if ctx.backend == "nccl" else 1.2
@@ -49,22 +49,22 @@ def train(ctx: Context, *, warm_up: bool) -> None:
     x = torch.ones(8, device=ctx.device)
     ctx.reached()
     if warm_up:
-        begun = time.monotonic()
+        started = time.monotonic()
         run(x)
-        ctx.note(seconds_of_warm_up=round(time.monotonic() - begun, 2))
-        dist.barrier(group=patient)  # waits for the slowest compile under a timeout of its own
+        ctx.note(seconds_of_warm_up=round(time.monotonic() - started, 2))
+        dist.barrier(group=patient)  # waits for the slowest compile, with a longer timeout
     for step in range(2):
-        dist.all_reduce(x)  # what the step before left over: the ranks start together
-        begun = time.monotonic()
+        dist.all_reduce(x)  # so that the ranks start the step together
+        started = time.monotonic()
         run(x)
-        ctx.note(**{f"seconds_in_step_{step}": round(time.monotonic() - begun, 2)})
+        ctx.note(**{f"seconds_in_step_{step}": round(time.monotonic() - started, 2)})
     dist.all_reduce(x)
     assert x[0].item() == 2**3, x
     ctx.meet("trained", timeout_s=15)
 
 
 def train_ddp(ctx: Context, *, warms_up: bool) -> None:
-    """Two steps of DDP. Rank 0 runs the compiled model, rank 1 the same model as it is: its cache is warm."""
+    """Runs two steps of DDP. Rank 0 compiles the model; rank 1 runs it uncompiled, as if its cache were warm."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -96,15 +96,15 @@ def train_ddp(ctx: Context, *, warms_up: bool) -> None:
         optimizer.zero_grad(set_to_none=True)
         dist.barrier(group=patient)
     for step in range(2):
-        begun = time.monotonic()
+        started = time.monotonic()
         ddp(dummy_batch).sum().backward()
-        ctx.note(**{f"seconds_in_step_{step}": round(time.monotonic() - begun, 2)})
+        ctx.note(**{f"seconds_in_step_{step}": round(time.monotonic() - started, 2)})
         optimizer.zero_grad(set_to_none=True)
     ctx.meet("trained", timeout_s=15)
 
 
-def lengths(ctx: Context, *, marked: bool) -> None:
-    """Four lengths through a function that is compiled with `dynamic=False`, or whose second size is marked."""
+def compile_lengths(ctx: Context, *, marked: bool) -> None:
+    """Runs four lengths through a function compiled with `dynamic=False`, or (`marked`) with a dynamic dimension."""
     import torch
 
     compiles = []
@@ -125,8 +125,8 @@ def lengths(ctx: Context, *, marked: bool) -> None:
         raise Symptom(f"compiled {len(compiles)} times for 4 lengths")
 
 
-def autocast(ctx: Context, *, as_in_loop: bool) -> None:
-    """A warm-up, then a step under autocast: is it the graph of the warm-up?"""
+def compile_under_autocast(ctx: Context, *, as_in_loop: bool) -> None:
+    """Runs a warm-up, then a step under autocast. Does the step use the graph of the warm-up?"""
     import torch
 
     compiles = []
@@ -140,15 +140,15 @@ def autocast(ctx: Context, *, as_in_loop: bool) -> None:
     ctx.reached()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=as_in_loop):
         function(x)
-    warm = len(compiles)
+    in_warm_up = len(compiles)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         function(x)
-    if len(compiles) > warm:
-        raise Symptom(f"the warm-up compiled {warm} graph, and the step another one")
+    if len(compiles) > in_warm_up:
+        raise Symptom(f"the warm-up compiled {in_warm_up} graph, and the step another one")
 
 
-def updates(ctx: Context, *, normalises_by: str) -> None:
-    """A warm-up of a model with BatchNorm, which learns the dummy batch, or with LayerNorm."""
+def warm_up_norm(ctx: Context, *, normalises_by: str) -> None:
+    """Warms up a model with BatchNorm, whose statistics then include the dummy batch, or with LayerNorm."""
     import torch
     from torch import nn
 
@@ -161,9 +161,9 @@ def updates(ctx: Context, *, normalises_by: str) -> None:
         raise Symptom(f"the warm-up changed {equal.count(False)} of {len(equal)} values of the model")
 
 
-STANDS_FOR = "inductor, Triton autotuning or an extension's build: a backend of torch.compile that waits so long"
-LATE = "rank 0 compiles inside the first step for longer than the timeout, and rank 1 waits in the next all-reduce"
-EARLY = "every rank runs the layers once before the first collective, and the wait for the slowest has its own timeout"
+STANDS_FOR = "inductor, Triton autotuning or the build of an extension; a backend of torch.compile sleeps instead"
+LATE = "rank 0 compiles in the first step for longer than the timeout, while rank 1 waits in the next all-reduce"
+EARLY = "every rank compiles before the first collective, then waits for the slowest rank with a longer timeout"
 
 gloo = Experiment(
     name="gloo",
@@ -197,14 +197,14 @@ probe = Probe(
             control=Arm(
                 partial(train_ddp, warms_up=False),
                 expect=raised(GLOO_TIMEOUT),
-                because="rank 0 compiles inside the first forward and backward of DDP",
+                because="rank 0 compiles in the first forward and backward of DDP, while rank 1 waits in an all-reduce",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(train_ddp, warms_up=True),
                 expect=completed(),
-                because="a step under no_sync compiles both graphs, and a patient group waits for it",
+                because="a step under no_sync compiles both graphs, and a group with a longer timeout waits for it",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
@@ -215,15 +215,15 @@ probe = Probe(
             name="updates",
             world_size=1,
             control=Arm(
-                partial(updates, normalises_by="batch"),
+                partial(warm_up_norm, normalises_by="batch"),
                 expect=symptom("the warm-up changed 3 of 7 values of the model"),
-                because="BatchNorm counts the dummy batch in its statistics",
+                because="BatchNorm includes the dummy batch in its statistics",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(updates, normalises_by="layer"),
+                partial(warm_up_norm, normalises_by="layer"),
                 expect=completed(),
-                because="LayerNorm has no statistics, and the comparison is equal",
+                because="LayerNorm has no statistics, so the warm-up changes nothing",
                 fidelity="cpu",
             ),
             expected_s=(1, 1),
@@ -232,15 +232,15 @@ probe = Probe(
             name="lengths",
             world_size=1,
             control=Arm(
-                partial(lengths, marked=False),
+                partial(compile_lengths, marked=False),
                 expect=symptom("compiled 4 times for 4 lengths"),
-                because="each new length is compiled",
+                because="dynamic=False compiles each new length",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(lengths, marked=True),
+                partial(compile_lengths, marked=True),
                 expect=completed(),
-                because="the size is marked as dynamic, one compile serves all lengths",
+                because="the dimension is marked as dynamic, so one compile serves all lengths",
                 fidelity="cpu",
             ),
             expected_s=(2, 2),
@@ -249,15 +249,15 @@ probe = Probe(
             name="autocast",
             world_size=1,
             control=Arm(
-                partial(autocast, as_in_loop=False),
+                partial(compile_under_autocast, as_in_loop=False),
                 expect=symptom("the warm-up compiled 1 graph, and the step another one"),
-                because="the warm-up runs outside of the autocast of the loop",
+                because="the warm-up runs without the autocast of the training loop, so the step compiles again",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(autocast, as_in_loop=True),
+                partial(compile_under_autocast, as_in_loop=True),
                 expect=completed(),
-                because="it runs under the same autocast",
+                because="the warm-up runs under the same autocast as the training loop",
                 fidelity="cpu",
             ),
             expected_s=(2, 2),

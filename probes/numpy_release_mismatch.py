@@ -1,4 +1,4 @@
-"""NumPy 2 beside a torch, or another package, that was compiled or written for NumPy 1."""
+"""NumPy 2 is installed next to a torch, or another package, that was compiled or written for NumPy 1."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from kb.probe import (
     unknown,
 )
 
-NUMPY_1 = "numpy.core._multiarray_umath"  # what import_array() of its headers opens
+NUMPY_1 = "numpy.core._multiarray_umath"  # import_array() of NumPy 1's headers opens this module
 NUMPY_2 = "numpy._core._multiarray_umath"
-# NumPy 2 refuses its table of functions to what was compiled for NumPy 1; without the table it refuses everybody.
+# NumPy 2 refuses its function table to code that was compiled for NumPy 1; deleting the table refuses it to all code.
 REFUSE = (
     "import importlib, numpy\n"
     "core = '_core' if int(numpy.__version__.split('.')[0]) > 1 else 'core'\n"
@@ -51,12 +51,12 @@ READ = "import torch\nassert torch.ones(2).numpy().sum() == 2\n"
 BATCH = "import numpy, torch\nassert torch.as_tensor([numpy.float32(1)]).sum() == 1\n"
 DEADLINE_S = 0.8
 SKIPPED = ("numpy", "torch", "nvidia", "triton")
-WRITTEN = {"deepspeed": (0, 14, 4), "megatron-core": (0, 16), "wandb": (0, 17, 2)}  # the first for NumPy 2
+WRITTEN = {"deepspeed": (0, 14, 4), "megatron-core": (0, 16), "wandb": (0, 17, 2)}  # the first releases for NumPy 2
 OLD = re.compile(rb"numpy\.core\.(?:_multiarray_umath|multiarray)\b")
 
 
-def start(code: str, *, path: str = "") -> None:
-    """A script in an interpreter of its own, where torch and NumPy start anew; its last line is what ended it."""
+def run_script(code: str, *, path: str = "") -> None:
+    """Runs a script in a new interpreter, and raises the last line of its stderr as `Symptom` if it fails."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if path:
         variables["PYTHONPATH"] = path
@@ -67,32 +67,32 @@ def start(code: str, *, path: str = "") -> None:
 
 
 def refuse_old_torch() -> None:
-    """Raises `Unavailable` where torch has no table of NumPy's functions, whatever an arm does: `pinned` runs there."""
+    """Raises `Unavailable` if the installed torch cannot use the installed NumPy; `pinned` covers that case."""
     if numbers(version("torch")) < (2, 3) and numbers(version("numpy")) >= (2,):
-        raise Unavailable("this torch is compiled for NumPy 1, and NumPy is %s" % version("numpy"))
+        raise Unavailable("this torch was compiled for NumPy 1, but NumPy is %s" % version("numpy"))
 
 
 def convert(ctx: Context, *, before: str, code: str) -> None:
-    """A tensor becomes an array, or an array a tensor, after `before` has changed what NumPy gives torch."""
+    """Converts a tensor to an array, or back, after `before` has changed what NumPy gives torch."""
     refuse_old_torch()
     ctx.reached()
-    start(before + code)
+    run_script(before + code)
 
 
 def downgrade(ctx: Context, *, pinned: bool) -> None:
-    """The torch and the NumPy of this environment; NumPy 1 in a folder of its own, from the index that pip asks."""
+    """Runs this environment's torch with its NumPy, or with NumPy 1, which pip installs in a separate folder."""
     if pinned:
-        once = ["--no-cache-dir", "--retries", "0", "--timeout", "10"]  # leaves no wheel, and no network ends it soon
+        once = ["--no-cache-dir", "--retries", "0", "--timeout", "10"]  # leaves no wheel, fails soon without a network
         command = [*pip_in(sys.executable), "install", "--quiet", *once, "--target", ctx.path("site"), "numpy<2"]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         if ran.returncode:
             raise Unavailable("pip cannot install numpy<2: %s" % ran.stderr.strip()[-200:])
     ctx.reached()
-    start(READ, path=ctx.path("site") if pinned else "")
+    run_script(READ, path=ctx.path("site") if pinned else "")
 
 
 def import_array(ctx: Context, *, headers: str) -> None:
-    """The calls that these headers compile into an extension: a module, its table, the first function of that."""
+    """Makes the calls that these headers compile into an extension: imports a module and calls its function table."""
     import ctypes
 
     importlib.import_module("numpy")
@@ -106,14 +106,14 @@ def import_array(ctx: Context, *, headers: str) -> None:
 
 
 def read_scalar(ctx: Context, *, attribute: str) -> None:
-    """Code that was written for NumPy 1 takes a type by its old name."""
+    """Code that was written for NumPy 1 uses the old name of a type."""
     numpy = importlib.import_module("numpy")
     ctx.reached()
     assert getattr(numpy, attribute)(0.5) == 0.5
 
 
 def load_elsewhere(ctx: Context, *, as_tensor: bool) -> None:
-    """A checkpoint with an array, or with a tensor in its place, is read where NumPy has no numpy._core."""
+    """Reads a checkpoint that holds an array, or (`as_tensor`) a tensor, with a NumPy that has no numpy._core."""
     import torch
 
     refuse_old_torch()
@@ -124,51 +124,55 @@ def load_elsewhere(ctx: Context, *, as_tensor: bool) -> None:
     else:
         torch.save({"state": state}, path)
     ctx.reached()
-    start(FORGET + "assert torch.load(%r, weights_only=False)['state'].sum() == 6\n" % path)
+    run_script(FORGET + "assert torch.load(%r, weights_only=False)['state'].sum() == 6\n" % path)
 
 
 # --- the check -----------------------------------------------------------------------------------------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Which packages of this environment ask NumPy 2 for what only NumPy 1 has."""
-    said = version("numpy")
+    """Does a package in this environment need NumPy 1 while NumPy 2 is installed?"""
+    installed = version("numpy")
     spec = find_spec("numpy")
-    if not said or spec is None or not spec.origin:
+    if not installed or spec is None or not spec.origin:
         if not version("torch"):
             return unknown("neither torch nor NumPy is installed in this interpreter")
-        return exposed("NumPy is not installed in this interpreter: torch cannot make an array", advice="see Fix 2")
+        return exposed("NumPy is not installed in this interpreter, so torch cannot make an array", advice="see Fix 2")
     folder = Path(spec.origin).parent
     try:
         text = (folder / "version.py").read_text(errors="replace")
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (folder, error.strerror))
+        return unknown("kb cannot read %s: %s" % (folder, error.strerror))
     found = re.search(r"^(?:short_)?version *= *['\"]([^'\"]+)", text, re.MULTILINE)
-    if found and numbers(found.group(1)) != numbers(said):
-        return exposed("%s is NumPy %s, its metadata say %s" % (folder, found.group(1), said), advice="see Fix 7")
-    if numbers(said)[:1] < (2,):
-        return unknown("NumPy %s runs what was compiled for NumPy 1; what needs 2, an import shows" % said)
+    if found and numbers(found.group(1)) != numbers(installed):
+        message = "%s is NumPy %s, but its metadata says %s"
+        return exposed(message % (folder, found.group(1), installed), advice="see Fix 7")
+    if numbers(installed)[:1] < (2,):
+        message = "NumPy %s runs code compiled for NumPy 1; kb cannot tell whether a package needs NumPy 2"
+        return unknown(message % installed)
     written = ["%s %s" % (name, version(name)) for name, since in WRITTEN.items() if () < release(name) < since]
     if written:
-        return exposed("NumPy %s, and written for NumPy 1: %s" % (said, ", ".join(written)), advice="see Fix 3")
+        message = "NumPy %s is installed, but these packages were written for NumPy 1: %s"
+        return exposed(message % (installed, ", ".join(written)), advice="see Fix 3")
     sites = [folder.parent, *(Path(name) for name in sys.path if name.endswith(("site-packages", "dist-packages")))]
-    sites = [site for site in dict.fromkeys(sites) if site.is_dir()]  # a system's torch beside the NumPy of a user
+    sites = [site for site in dict.fromkeys(sites) if site.is_dir()]  # torch may be the system's, and NumPy the user's
     old, whole = old_modules(sites)
     if old:
-        return exposed("NumPy %s, and compiled for NumPy 1: %s" % (said, ", ".join(old)), advice="see Fix 1")
+        message = "NumPy %s is installed, but these modules were compiled for NumPy 1: %s"
+        return exposed(message % (installed, ", ".join(old)), advice="see Fix 1")
     names = ", ".join(map(str, sites))
     if not whole:
-        return unknown("not all compiled modules in %s could be read in time" % names)
-    return clear("NumPy %s: no compiled module in %s asks for NumPy 1" % (said, names))
+        return unknown("kb could not read all compiled modules in %s in time" % names)
+    return clear("NumPy %s is installed, and no compiled module in %s needs NumPy 1" % (installed, names))
 
 
 def old_modules(sites: List[Path]) -> Tuple[List[str], bool]:
-    """One module of each package that names only the module of NumPy 1, and whether all were read in time."""
+    """Returns one module of each package that was compiled for NumPy 1, and whether kb read all modules in time."""
     end = time.monotonic() + DEADLINE_S
     old: Dict[str, str] = {}
     try:
         for site in sites:
-            for path in compiled(site, end):
+            for path in compiled_modules(site, end):
                 package = path.relative_to(site).parts[0]
                 code = b"" if package in old else path.read_bytes()
                 if b"numpy._core" not in code and OLD.search(code):
@@ -178,12 +182,12 @@ def old_modules(sites: List[Path]) -> Tuple[List[str], bool]:
     return list(old.values()), True
 
 
-def compiled(site: Path, end: float) -> Iterator[Path]:
-    """torch's first, then those of others; CUDA's libraries know nothing of NumPy. OSError where it takes too long."""
+def compiled_modules(site: Path, end: float) -> Iterator[Path]:
+    """Yields torch's modules first, then those of other packages. Raises `OSError` after `end`."""
     torch = site / "torch" / "lib" / "libtorch_python.so"
     if torch.exists():
         yield torch
-    for name, folders, files in os.walk(site, onerror=refuse):
+    for name, folders, files in os.walk(site, onerror=reraise):
         depth = len(Path(name).relative_to(site).parts)
         folders[:] = sorted(each for each in folders if depth < 4 and each not in (SKIPPED if depth == 0 else ()))
         for file in sorted(files):
@@ -193,15 +197,15 @@ def compiled(site: Path, end: float) -> Iterator[Path]:
                 yield Path(name, file)
 
 
-def refuse(error: OSError) -> None:
+def reraise(error: OSError) -> None:
     raise error
 
 
 # --- the experiments -----------------------------------------------------------------------------------------------
 
-OLD_TORCH = "a torch compiled for NumPy 1: the table of functions is taken from the NumPy of this environment"
-EXTENSION = "import_array() in an extension: its calls, made from Python"
-OLD_NUMPY = "NumPy before 1.26.1: the package numpy._core is hidden"
+OLD_TORCH = "a torch compiled for NumPy 1; the function table is removed from the installed NumPy"
+EXTENSION = "import_array() in an extension; Python makes the same calls"
+OLD_NUMPY = "NumPy before 1.26.1; the package numpy._core is hidden"
 NOT_AVAILABLE = "RuntimeError: Numpy is not available"
 NO_DTYPE = r"RuntimeError: Could not infer dtype of numpy\.float32"
 REMOVED = r"`np\.float_` was removed in the NumPy 2\.0 release"
@@ -219,7 +223,7 @@ def pair(
     stands_for: str = "",
     **keyword: Any,
 ) -> Experiment:
-    """`texts` are how the control arm ends, and what each arm does; `keyword` is what differs between them."""
+    """`texts`: how the control arm ends, and why each arm does; `keyword`: the argument that differs, with values."""
     (word, (fails, works)), *_ = keyword.items()
     expect, because, fix = texts
     grade: Dict[str, Any] = {"fidelity": "stand-in" if stands_for else "cpu", "stands_for": stands_for}
@@ -234,9 +238,9 @@ def pair(
     )
 
 
-REFUSED = "NumPy refuses torch its table of functions"
-SERVED = "NumPy gives it, as NumPy 1 does to a torch below 2.3 and NumPy 2 to a newer one"
-WITHOUT = (symptom(NOT_AVAILABLE), "NumPy cannot be imported", "NumPy is there")
+REFUSED = "NumPy refuses torch its function table"
+SERVED = "NumPy gives torch its function table, as NumPy 1 does to torch below 2.3 and NumPy 2 to newer ones"
+WITHOUT = (symptom(NOT_AVAILABLE), "torch cannot import NumPy", "torch can import NumPy")
 read, load = partial(convert, code=READ), partial(convert, code=BATCH)
 
 probe = Probe(
@@ -245,7 +249,7 @@ probe = Probe(
         pair(
             "pinned",
             downgrade,
-            (symptom(NOT_AVAILABLE), "torch below 2.3 with NumPy 2", "the same torch with numpy<2"),
+            (symptom(NOT_AVAILABLE), "torch below 2.3 runs with NumPy 2", "the same torch runs with numpy<2"),
             {"torch": "<2.3", "numpy": ">=2"},
             pinned=(False, True),
         ),
@@ -257,7 +261,7 @@ probe = Probe(
         pair(
             "extension",
             import_array,
-            (raised(COMPILED), "an extension with the headers of NumPy 1", "one with those of NumPy 2"),
+            (raised(COMPILED), "the extension was compiled with NumPy 1", "the extension was compiled with NumPy 2"),
             ABOVE_1,
             EXTENSION,
             headers=(NUMPY_1, NUMPY_2),
@@ -265,14 +269,18 @@ probe = Probe(
         pair(
             "removed-name",
             read_scalar,
-            (raised(REMOVED), "code with a name of NumPy 1", "the name that both have"),
+            (
+                raised(REMOVED),
+                "the code uses np.float_, which NumPy 2 removed",
+                "the code uses np.float64, which both releases have",
+            ),
             ABOVE_1,
             attribute=("float_", "float64"),
         ),
         pair(
             "checkpoint",
             load_elsewhere,
-            (symptom(NO_CORE), "an array that NumPy 2 saved is read by NumPy 1", "a tensor was saved in its place"),
+            (symptom(NO_CORE), "NumPy 1 reads an array that NumPy 2 saved", "the checkpoint holds a tensor instead"),
             {"torch": ">=2.1", "numpy": ">=2"},
             OLD_NUMPY,
             as_tensor=(False, True),

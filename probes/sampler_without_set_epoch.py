@@ -1,4 +1,4 @@
-"""Which samples a rank gets in each epoch: another order each time, if the epoch reaches what draws the order."""
+"""Does a rank get its samples in a new order in each epoch? It does if set_epoch reaches the sampler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def flat(batches: Any) -> list[int]:
 
 
 def judge(orders: list[list[int]]) -> None:
-    """`orders`: the samples of this rank in each epoch."""
+    """Raises `Symptom` if two epochs have the same order; `orders` are the samples of this rank in each epoch."""
     for epoch, order in enumerate(orders):
         if order in orders[:epoch]:
             numbers = (epoch, orders.index(order), len(order))
@@ -39,7 +39,7 @@ def run(ctx: Context, loader: Any, set_epoch: Any) -> None:
 
 def set_epoch_of(loader: object, epoch: int) -> None:
     parts, called = [loader], 0
-    for part in parts:  # it grows
+    for part in parts:  # the list grows
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
             called += 1
@@ -49,16 +49,16 @@ def set_epoch_of(loader: object, epoch: int) -> None:
 
 
 def make_sampler(dataset: Any) -> Any:
-    """That of the only rank."""
+    """Returns the sampler of a job with one rank."""
     from torch.utils.data import DistributedSampler
 
     return DistributedSampler(dataset, num_replicas=1, rank=0)
 
 
-def own_batches() -> Any:
-    """A batch sampler as people write them, for buckets or classes."""
+def make_batch_sampler() -> Any:
+    """Returns a custom batch sampler, as people write them for buckets or classes."""
 
-    class OwnBatches:
+    class CustomBatchSampler:
         batch_size, drop_last = BATCH, False
 
         def __init__(self) -> None:
@@ -75,11 +75,11 @@ def own_batches() -> Any:
             random.Random(self.epoch).shuffle(order)
             return iter([order[i : i + BATCH] for i in range(0, SAMPLES, BATCH)])
 
-    return OwnBatches()
+    return CustomBatchSampler()
 
 
 def train(ctx: Context, *, with_epoch: bool) -> None:
-    """A loop of one's own over three epochs."""
+    """Runs a custom training loop over three epochs."""
     from torch.utils.data import DataLoader, DistributedSampler
 
     ctx.init_process_group(timeout_s=15)
@@ -90,7 +90,7 @@ def train(ctx: Context, *, with_epoch: bool) -> None:
 
 
 def order_of_calls(ctx: Context, *, early: bool) -> None:
-    """With workers the order is drawn when the iterator is made."""
+    """With workers, the loader draws the order when its iterator is created."""
     from torch.utils.data import DataLoader
 
     dataset: Any = list(range(SAMPLES))
@@ -107,8 +107,8 @@ def order_of_calls(ctx: Context, *, early: bool) -> None:
     judge(orders)
 
 
-def wrapped(ctx: Context, *, way: str) -> None:
-    """The loader was given a batch sampler: its `sampler` is a dummy."""
+def wrap_sampler(ctx: Context, *, way: str) -> None:
+    """The loader gets a batch sampler, so its own `sampler` is a dummy."""
     from torch.utils.data import BatchSampler, DataLoader
 
     dataset: Any = list(range(SAMPLES))
@@ -124,7 +124,7 @@ def wrapped(ctx: Context, *, way: str) -> None:
 
 
 def by_steps(ctx: Context, *, counts: bool = True, loops: bool = True) -> None:
-    """A loop over steps: nobody knows the epoch."""
+    """Runs a loop over steps, which has no epoch."""
     from torch.utils.data import DataLoader
 
     def endless(loader, sampler, epoch=0):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
@@ -146,7 +146,7 @@ def by_steps(ctx: Context, *, counts: bool = True, loops: bool = True) -> None:
 
 
 def persistent(ctx: Context, *, lives_on: bool) -> None:
-    """A data set that chooses by the epoch (a crop, a negative), in workers that live on."""
+    """Uses a dataset that depends on the epoch (a crop, a negative), in workers that may persist."""
     from torch.utils.data import DataLoader, Dataset
 
     class Crops(Dataset):  # type: ignore[misc, type-arg, unused-ignore]
@@ -168,7 +168,7 @@ def persistent(ctx: Context, *, lives_on: bool) -> None:
 
 
 def prepare(ctx: Context, **options: Any) -> Any:
-    """accelerate's loader: of this rank, or of a job that has only one."""
+    """Returns accelerate's loader for this rank, or for a job with one rank."""
     if ctx.world_size > 1:
         ctx.init_process_group(timeout_s=15)
     else:
@@ -184,7 +184,7 @@ def prepare(ctx: Context, **options: Any) -> Any:
 
 
 def stop_early(ctx: Context, *, with_epoch: bool) -> None:
-    """accelerate counts a pass when it is complete; this one ends after three batches."""
+    """accelerate counts an epoch only if it is complete, but this loop stops after three batches."""
     loader, orders = prepare(ctx, batch_size=BATCH, shuffle=True), []
     ctx.reached()
     for epoch in range(EPOCHS):
@@ -200,22 +200,22 @@ def stop_early(ctx: Context, *, with_epoch: bool) -> None:
 
 
 def two_ranks(ctx: Context, *, found: bool) -> None:
-    """accelerate wraps a batch sampler where there are several ranks, and does not reach through."""
-    loader = prepare(ctx, batch_sampler=own_batches())
+    """accelerate wraps the batch sampler if the job has more than one rank, and does not call its set_epoch."""
+    loader = prepare(ctx, batch_sampler=make_batch_sampler())
     run(ctx, loader, partial(set_epoch_of, loader) if found else loader.set_epoch)
 
 
 def lightning(ctx: Context, *, hook: bool) -> None:
-    """Lightning's Trainer with a batch sampler that has a set_epoch of its own."""
+    """Runs Lightning's Trainer with a custom batch sampler that has set_epoch."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader
 
     ids: list[int] = []
-    batch_sampler = own_batches()
+    batch_sampler = make_batch_sampler()
 
-    class Noting(LightningModule):  # type: ignore[misc]
+    class Recorder(LightningModule):  # type: ignore[misc]
         def on_train_epoch_start(self) -> None:
             if hook:
                 batch_sampler.set_epoch(self.current_epoch)
@@ -230,18 +230,19 @@ def lightning(ctx: Context, *, hook: bool) -> None:
     loader = DataLoader(dataset, batch_sampler=batch_sampler, num_workers=1, multiprocessing_context="fork")
     names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing", "use_distributed_sampler")
     ctx.reached()
-    Trainer(max_epochs=EPOCHS, accelerator="cpu", **dict.fromkeys(names, False)).fit(Noting(), loader)
+    Trainer(max_epochs=EPOCHS, accelerator="cpu", **dict.fromkeys(names, False)).fit(Recorder(), loader)
     judge([ids[i : i + SAMPLES] for i in range(0, EPOCHS * SAMPLES, SAMPLES)])
 
 
 REPEATS = symptom(r"epoch 1 repeats epoch 0: the same \d+ samples in the same order")
 NO_ATTRIBUTE = raised(r"'SequentialSampler' object has no attribute 'set_epoch'")
-NOBODY, CALLED = "nobody calls set_epoch", "set_epoch before each epoch"
+NOT_CALLED = "the training loop never calls set_epoch"
+CALLED = "the training loop calls set_epoch before each epoch"
 Job = Callable[..., None]
 
 
 def pair(name: str, job: Job, expect: Expect, because: str, fix: str, ranks: int = 1, **named: Any) -> Experiment:
-    """`named`: the keyword in which the arms differ with its two values, and packages with their versions."""
+    """`named`: the argument in which the arms differ, with its two values, and packages with their versions."""
     needs = {key: value for key, value in named.items() if isinstance(value, str)}
     [(key, (broken, fixed))] = [item for item in named.items() if item[0] not in needs]
     return Experiment(
@@ -255,22 +256,87 @@ def pair(name: str, job: Job, expect: Expect, because: str, fix: str, ranks: int
     )
 
 
-EPOCH, WAYS = (False, True), ("asked", "found")
+OFF_ON = (False, True)
 ACCELERATE: dict[str, Any] = {"accelerate": ">=0.30"}
-DUMMY, BOTH = "only the dummy sampler is asked for set_epoch", "set_epoch on all that the loader draws from"
-WORKERS, ANEW = "the workers keep the copy of the first epoch", "persistent_workers=False"
-LOADER = "set_epoch of the loader"
+FOUND = "set_epoch is called on every part that the loader draws from"
 probe = Probe(
-    experiments=(pair("epoch", train, REPEATS, NOBODY, CALLED, 2, with_epoch=EPOCH),),
+    experiments=(pair("epoch", train, REPEATS, NOT_CALLED, CALLED, 2, with_epoch=OFF_ON),),
     variants=(
-        pair("late", order_of_calls, REPEATS, "set_epoch after iter(loader)", "before it", early=EPOCH),
-        pair("batch-sampler", wrapped, REPEATS, DUMMY, BOTH, way=WAYS),
-        pair("attribute", wrapped, NO_ATTRIBUTE, "the dummy has no set_epoch", BOTH, way=("called", "found")),
-        pair("steps", by_steps, REPEATS, "passes without an epoch", "a generator counts them", counts=EPOCH),
-        pair("cycle", by_steps, REPEATS, "cycle gives the stored batches", "the loader is run again", loops=EPOCH),
-        pair("persistent", persistent, REPEATS, WORKERS, ANEW, lives_on=(True, False)),
-        pair("accelerate-break", stop_early, REPEATS, "no pass ends", CALLED, with_epoch=EPOCH, **ACCELERATE),
-        pair("accelerate-batches", two_ranks, REPEATS, LOADER, BOTH, 2, found=EPOCH, **ACCELERATE),
-        pair("lightning", lightning, REPEATS, "it is not called", "a hook calls it", hook=EPOCH, lightning=">=2.0"),
+        pair(
+            "late",
+            order_of_calls,
+            REPEATS,
+            "the training loop calls set_epoch after iter(loader), which has drawn the order",
+            "the training loop calls set_epoch before iter(loader)",
+            early=OFF_ON,
+        ),
+        pair(
+            "batch-sampler",
+            wrap_sampler,
+            REPEATS,
+            "the code only looks for set_epoch on the loader's dummy sampler, which lacks it",
+            FOUND,
+            way=("asked", "found"),
+        ),
+        pair(
+            "attribute",
+            wrap_sampler,
+            NO_ATTRIBUTE,
+            "the code calls set_epoch on the loader's dummy sampler, which lacks it",
+            FOUND,
+            way=("called", "found"),
+        ),
+        pair(
+            "steps",
+            by_steps,
+            REPEATS,
+            "the loop over steps starts each pass without set_epoch",
+            "a generator counts the passes and calls set_epoch",
+            counts=OFF_ON,
+        ),
+        pair(
+            "cycle",
+            by_steps,
+            REPEATS,
+            "itertools.cycle repeats the batches that it has stored",
+            "a generator iterates over the loader again in each pass",
+            loops=OFF_ON,
+        ),
+        pair(
+            "persistent",
+            persistent,
+            REPEATS,
+            "persistent workers keep the copy of the dataset from the first epoch",
+            "persistent_workers=False starts workers with a new copy in each epoch",
+            lives_on=(True, False),
+        ),
+        pair(
+            "accelerate-break",
+            stop_early,
+            REPEATS,
+            "the loop stops early, so accelerate does not count the epoch",
+            CALLED,
+            with_epoch=OFF_ON,
+            **ACCELERATE,
+        ),
+        pair(
+            "accelerate-batches",
+            two_ranks,
+            REPEATS,
+            "set_epoch of accelerate's loader does not reach the custom batch sampler",
+            FOUND,
+            2,
+            found=OFF_ON,
+            **ACCELERATE,
+        ),
+        pair(
+            "lightning",
+            lightning,
+            REPEATS,
+            "Lightning does not call set_epoch of the custom batch sampler",
+            "a hook calls set_epoch in each epoch",
+            hook=OFF_ON,
+            lightning=">=2.0",
+        ),
     ),
 )
