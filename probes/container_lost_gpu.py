@@ -1,7 +1,7 @@
-"""A container may no longer open the GPU's device nodes, which are still there.
+"""A container may no longer open the GPU's device nodes, although they still exist.
 
-The device is /dev/null under another name, and a mount with `nodev` refuses it as the device cgroup does: who has it
-open keeps it, who opens it anew does not get it. A stub of NVML opens it first, as the library of the driver does.
+The device is /dev/null under another name. A mount with `nodev` refuses it as the device cgroup does: a process that
+has it open keeps it, but no process can open it again. A stub of NVML opens the device, as the driver's library does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ int nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
 
 
 def start_container(ctx: Context) -> str:
-    """The device node of a container, which at first may be opened."""
+    """Creates the device node of a container, which processes may open at first."""
     own_user()
     device = ctx.path("nvidiactl")
     Path(device).touch()
@@ -57,17 +57,17 @@ def start_container(ctx: Context) -> str:
 
 
 def reload_units(device: str, declared: List[str]) -> None:
-    """What `systemctl daemon-reload` leaves: the devices that the unit lists, and no other."""
+    """Does what `systemctl daemon-reload` does: only the devices that the unit lists may be opened afterwards."""
     if device in declared:
         return
     command = ["mount", "-o", "remount,bind,nodev", device]
     ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if ran.returncode:
-        raise Unavailable(f"no mount with nodev on this machine: {ran.stdout.strip()}")
+        raise Unavailable(f"this machine does not allow a mount with nodev: {ran.stdout.strip()}")
 
 
 def load_nvml(ctx: Context, device: str) -> None:
-    """Load a libnvidia-ml.so.1 that opens this device; torch finds it by that name."""
+    """Loads a libnvidia-ml.so.1 that opens this device; torch finds it by that name."""
     Path("nvml.c").write_text(STUB % device)
     library = ctx.path("libnvidia-ml.so.1")
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", library, "nvml.c"], check=True)
@@ -75,7 +75,7 @@ def load_nvml(ctx: Context, device: str) -> None:
 
 
 def count_gpus(ctx: Context, *, declared: bool) -> None:
-    """torch counts the GPUs before and after a reload; a hook let the device in, or the runtime declared it."""
+    """torch counts the GPUs before and after a reload. A hook let the device in, or (`declared`) the runtime did."""
     device = start_container(ctx)
     load_nvml(ctx, device)
     import torch
@@ -91,7 +91,7 @@ def count_gpus(ctx: Context, *, declared: bool) -> None:
 
 
 def train_on(ctx: Context, *, restarted: bool) -> None:
-    """A job that has its device open while the units are reloaded; it goes on, or is started again."""
+    """A job has its device open while systemd reloads the units. It goes on, or (`restarted`) starts again."""
     device = start_container(ctx)
     handle = os.open(device, os.O_RDWR)
     ctx.reached()
@@ -100,48 +100,47 @@ def train_on(ctx: Context, *, restarted: bool) -> None:
         os.close(handle)
         handle = os.open(device, os.O_RDWR)
     assert os.write(handle, b"step") == 4
-    assert stat.S_ISCHR(os.stat(device).st_mode)  # ls shows the node in both arms
+    assert stat.S_ISCHR(os.stat(device).st_mode)  # `ls` still shows the node in both arms
 
 
-# --- the check: may the GPU nodes be opened here, and on a host: would a reload take them from a container? -----------
+# --- the check: can GPU nodes be opened here, and would a reload on this host take them from a container? -------------
 
 UNITS = Path("/run/systemd/transient")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Ask the kernel for the GPU nodes of this place; as root on a host, read the units of its containers."""
+    """Can the GPU nodes be opened here? As root on a host: do the units of its containers list their GPUs?"""
     nodes = [path for path in sorted(Path("/dev").glob("nvidia*")) if re.search(r"nvidia(\d+|ctl|-uvm)$", path.name)]
     if not nodes:
-        where = "run this inside the container of the job, or as root on its host"
-        return unknown("no /dev/nvidia* here", advice=where)
-    refused = {str(node): why for node in nodes for why in [refusal(node)] if why}
+        advice = "run this inside the container of the job, or as root on its host"
+        return unknown("kb found no /dev/nvidia* here", advice=advice)
+    refused = {str(node): number for node in nodes for number in [refusal(node)] if number}
     if refused.get("/dev/nvidiactl") == errno.EPERM:
         advice = "restart the container, then start it with its devices declared (CDI, --device)"
-        return exposed(
-            "/dev/nvidiactl: there, and Operation not permitted (EPERM): no rule lets it pass", advice=advice
-        )
+        message = "/dev/nvidiactl exists, but no device cgroup rule allows it: Operation not permitted (EPERM)"
+        return exposed(message, advice=advice)
     if errno.EPERM in refused.values():
-        names = ", ".join(name for name, why in refused.items() if why == errno.EPERM)
-        return unknown(f"{names}: refused by a device cgroup, as a scheduler does with the GPUs of others")
+        names = ", ".join(name for name, number in refused.items() if number == errno.EPERM)
+        return unknown(f"a device cgroup refuses {names}, as a scheduler does with the GPUs of other jobs")
     if refused:
-        reasons = ", ".join(sorted({errno.errorcode.get(why, str(why)) for why in refused.values()}))
-        why = "file modes or SELinux refuse it" if reasons == "EACCES" else "the driver or the card answers so"
-        return unknown(f"{', '.join(refused)}: {reasons}, not a device cgroup: {why}")
-    evidence = f"all {len(nodes)} GPU nodes may be opened here"
+        errors = ", ".join(sorted({errno.errorcode.get(number, str(number)) for number in refused.values()}))
+        source = "file modes or SELinux" if errors == "EACCES" else "the driver or the card"
+        return unknown(f"{source}, not a device cgroup, refuses {', '.join(refused)}: {errors}")
+    evidence = f"all {len(nodes)} GPU nodes can be opened here"
     listed, lacking, hidden = containers_with_gpus()
     if lacking:
-        missing = (
-            f"{', '.join(lacking)}: has GPUs open, and its unit does not list them: a daemon-reload takes them away"
+        message = (
+            f"the units of {', '.join(lacking)} do not list the GPUs that they use; a daemon-reload takes them away"
         )
-        return exposed(evidence, missing, advice="start these containers with their devices declared (CDI, --device)")
+        return exposed(evidence, message, advice="start these containers with their devices declared (CDI, --device)")
     if hidden or not listed:
-        why = "no unit of a container with open GPUs can be seen here: run this as root on the host while the job runs"
-        return unknown(evidence, why)
-    return clear(evidence, f"the units of all {len(listed)} containers with open GPUs list them: {', '.join(listed)}")
+        advice = "run this as root on the host while the job runs"
+        return unknown(evidence, "kb sees no unit of a container that uses GPUs", advice=advice)
+    return clear(evidence, f"the units of all {len(listed)} containers that use GPUs list them: {', '.join(listed)}")
 
 
 def refusal(node: Path) -> int:
-    """The error number with which the kernel refuses this node, or 0. What access(2) grants is not opened."""
+    """Returns the error number with which the kernel refuses this node, or 0. Opens it only if access(2) refuses."""
     if os.access(node, os.R_OK | os.W_OK):
         return 0
     try:
@@ -152,7 +151,7 @@ def refusal(node: Path) -> int:
 
 
 def containers_with_gpus() -> Tuple[List[str], List[str], bool]:
-    """Scopes whose processes have GPU nodes open: those that list all of them, those that lack one, is any hidden?"""
+    """Returns the scopes with open GPU nodes that list all of them, those that do not, and whether any is hidden."""
     scopes: Dict[str, str] = {}
     used: Dict[str, bool] = {}
     hidden = False
@@ -160,7 +159,7 @@ def containers_with_gpus() -> Tuple[List[str], List[str], bool]:
         for name in {path.name.replace(".scope.d", ".scope") for path in UNITS.glob("*.scope*")}:
             files = [UNITS / name, UNITS / f"{name}.d/50-DevicePolicy.conf", UNITS / f"{name}.d/50-DeviceAllow.conf"]
             text = "".join(file.read_text(errors="replace") for file in files if file.is_file())
-            if "DevicePolicy=strict" in text:  # else every device is allowed: a privileged container
+            if "DevicePolicy=strict" in text:  # otherwise every device is allowed, as in a privileged container
                 scopes[name] = text
                 hidden = hidden or not re.search("DeviceAllow=.", text)  # crun keeps its rules in a BPF program
     except OSError:
@@ -175,13 +174,13 @@ def containers_with_gpus() -> Tuple[List[str], List[str], bool]:
         except PermissionError:
             hidden = True
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
     known = [name for name in used if re.search("DeviceAllow=.", scopes[name])]
     return [name for name in known if used[name]], [name for name in known if not used[name]], hidden
 
 
 def allowed(link: Path, text: str) -> bool:
-    """Whether the rules of a unit name this open node: by number, by path, or by the name of its kind."""
+    """Do the rules of a unit name this open node, by its number, its path or the name of its kind?"""
     device = os.stat(link).st_rdev
     major, minor = os.major(device), os.minor(device)
     kinds = re.findall(rf"^ *{major} (\S+)$", Path("/proc/devices").read_text(errors="replace"), re.M)
@@ -189,7 +188,7 @@ def allowed(link: Path, text: str) -> bool:
     return any(re.search(rf"DeviceAllow=(-|\+)?{re.escape(str(name))}( |$)", text, re.M) for name in names)
 
 
-NO_CGROUP = "the device cgroup, which systemd fills again from the unit: a mount with nodev, /dev/null for the GPU"
+NO_CGROUP = "the device cgroup that systemd rebuilds from the unit; a mount with nodev refuses /dev/null instead"
 
 
 def reloaded(
@@ -201,8 +200,8 @@ def reloaded(
     needs: Needs,
     expected_s: float,
 ) -> Experiment:
-    def arm(job: Callable[[Context], None], expect: Expect, why: str) -> Arm:
-        return Arm(job, expect, why, "stand-in", NO_CGROUP)
+    def arm(job: Callable[[Context], None], expect: Expect, clause: str) -> Arm:
+        return Arm(job, expect, clause, "stand-in", NO_CGROUP)
 
     return Experiment(
         name=name,
@@ -223,8 +222,8 @@ probe = Probe(
             partial(count_gpus, declared=True),
             r"Can't initialize NVML",
             (
-                "the device was let in behind the back of systemd, whose reload does not restore it",
-                "the runtime declared the device, so the reload restores it",
+                "a hook allowed the device without telling systemd, so a reload of the units takes it away",
+                "the runtime declared the device to systemd, so a reload keeps it",
             ),
             Needs(packages={"torch": ">=2.1"}, programs=("gcc", "mount")),
             2.0,
@@ -237,8 +236,8 @@ probe = Probe(
             partial(train_on, restarted=False),
             r"Permission denied: '\S*nvidiactl'",
             (
-                "the job is started again after the reload and opens the device anew",
-                "the job goes on with the device that it has open",
+                "the job starts again after the reload and cannot open the device",
+                "the job goes on with the device that it has already opened",
             ),
             Needs(packages={}, programs=("mount",)),
             0.2,

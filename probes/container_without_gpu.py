@@ -1,8 +1,8 @@
-"""A container that was never given a GPU: the driver's libraries were not mounted into it.
+"""A container never got a GPU, because the runtime did not mount the driver's libraries into it.
 
-The driver is a stub, built with gcc, and the container is a mount namespace with an empty library folder. What the
-NVIDIA runtime does before the first process, a bind mount of the libraries that two variables select, is done here;
-torch, pynvml and the loader then find them, or say what they say in a container without a GPU.
+The driver is a stub, built with gcc, and the container is a mount namespace with an empty library folder. Like the
+NVIDIA runtime, the probe bind-mounts the libraries that two variables select. torch, pynvml and the loader then find
+them, or fail as they do in a container without a GPU.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ DRIVER = {"libnvidia-ml.so.1": ("utility", NVML), "libcuda.so.1": ("compute", CU
 
 
 def start_container(ctx: Context, runtime: str, devices: str, capabilities: str) -> None:
-    """What the runtime puts into a container: nothing with runc, or where the list of devices is empty or void."""
+    """Mounts what the runtime mounts into a container: nothing with runc, or if `devices` is empty or void."""
     own_user()
     for library, (capability, source) in DRIVER.items():
         if loads(library):
-            raise Unavailable(f"{library} of a real driver is on the loader's path here, and would be found instead")
+            raise Unavailable(f"the loader of this machine would find {library} of a real driver instead of the stub")
         host, container = ctx.path(f"host-{capability}"), ctx.path(f"lib-{capability}")
         Path(host).mkdir()
         Path(container).mkdir()
@@ -58,13 +58,13 @@ def start_container(ctx: Context, runtime: str, devices: str, capabilities: str)
         subprocess.run(command, input=source, text=True, check=True)
         if runtime == "nvidia" and devices not in ("", "void") and capability in capabilities.split(","):
             bind_over(host, container)
-    for path in Path().resolve().glob("lib-*/*"):  # in the place of ldconfig, which only root may run
+    for path in Path().resolve().glob("lib-*/*"):  # in place of ldconfig, which only root may run
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     ctx.reached()
 
 
 def count_gpus(ctx: Context, *, runtime: str = "nvidia", devices: str = "all") -> None:
-    """torch asks the driver's NVML how many GPUs there are."""
+    """Lets torch ask the driver's NVML for the number of GPUs."""
     start_container(ctx, runtime, devices, "compute,utility")
     import torch
 
@@ -72,7 +72,7 @@ def count_gpus(ctx: Context, *, runtime: str = "nvidia", devices: str = "all") -
 
 
 def count_with_pynvml(ctx: Context, *, devices: str) -> None:
-    """A program that asks pynvml, such as a monitor or an inference engine."""
+    """Asks pynvml for the number of GPUs, like a monitor or an inference engine."""
     start_container(ctx, "nvidia", devices, "compute,utility")
     pynvml = importlib.import_module("pynvml")
     pynvml.nvmlInit()
@@ -80,19 +80,19 @@ def count_with_pynvml(ctx: Context, *, devices: str) -> None:
 
 
 def start_cuda(ctx: Context, *, capabilities: str) -> None:
-    """nvidia-smi's library is there; CUDA's own is there if it is among the capabilities."""
+    """Loads NVML, which is there, and libcuda, which is there only if the capabilities include compute."""
     start_container(ctx, "nvidia", "all", capabilities)
     assert ctypes.CDLL("libnvidia-ml.so.1").nvmlInit() == 0
     assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 100
 
 
 def init_torch(ctx: Context, *, devices: str) -> None:
-    """A torch that has CUDA looks for the driver, and next for a device, which the stub has not."""
+    """Initialises CUDA in torch, which looks for the driver, then for a device, which the stub does not have."""
     start_container(ctx, "nvidia", devices, "compute,utility")
     import torch
 
     if torch.version.cuda is None:
-        raise Unavailable("this torch was built without CUDA and does not look for a driver")
+        raise Unavailable("this torch was built without CUDA, so it does not look for a driver")
     try:
         torch.cuda.init()
     except RuntimeError as error:
@@ -101,7 +101,7 @@ def init_torch(ctx: Context, *, devices: str) -> None:
 
 
 def loads(library: str) -> bool:
-    """Whether the loader of this process finds it. This starts no CUDA."""
+    """Does the loader of this process find the library? This does not start CUDA."""
     try:
         ctypes.CDLL(library)
     except OSError:
@@ -109,84 +109,97 @@ def loads(library: str) -> bool:
     return True
 
 
-# --- the check: inside a container, was it given a GPU? on a host, could it give one? --------------------------------
+# --- the check: did this container get a GPU, or could this host give one to a container? ---------------------------
 
 ROOT = Path("/")
+DRIVER_LOADED = "the kernel module of the host's driver is loaded"
 PLACES = ("usr/local/nvidia/lib64", "usr/lib64", "usr/lib/*-linux-gnu", "run/opengl-driver/lib", ".singularity.d/libs")
 ENGINES = ("docker", "podman", "nerdctl", "containerd", "crio")
 TOOLKIT = ("nvidia-container-runtime-hook", "nvidia-container-runtime", "nvidia-cdi-hook", "nvidia-ctk")
-ASK = "if the job needs a GPU, ask for it at the start: docker --gpus all, nvidia.com/gpu in a pod, apptainer --nv"
-INSTALL = "install nvidia-container-toolkit, configure the engine with nvidia-ctk, restart its daemon"
+ASK = "if the job needs a GPU, start the container with one: docker --gpus all, nvidia.com/gpu in a pod, apptainer --nv"
+INSTALL = "install nvidia-container-toolkit, configure the engine with nvidia-ctk, and restart its daemon"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Look for GPU nodes, the driver's libraries and, through /proc and /sys, the driver and the cards of the host."""
+    """Has this container a GPU node and the driver's libraries? Reads the host's driver and cards in /proc and /sys."""
     if "microsoft" in os.uname().release.lower() or Path(ROOT, "dev/nvmap").exists():
-        return unknown("WSL or a Jetson: its GPU has other device nodes", advice="run nvidia-smi where the job runs")
+        return unknown(
+            "this is WSL or a Jetson, whose GPU has other device nodes", advice="run nvidia-smi where the job runs"
+        )
     place, host = container(), describe_host()
     if not place:
         return check_host(host)
     nodes = sorted(path.name for path in Path(ROOT, "dev").glob("nvidia*") if re.search(r"(\d|ctl|uvm)$", path.name))
-    names = ", ".join(nodes) or "no /dev/nvidia*"
+    names = ", ".join(nodes)
     if not any(re.search(r"nvidia\d+$", name) for name in nodes):
         variable = f"NVIDIA_VISIBLE_DEVICES={os.environ.get('NVIDIA_VISIBLE_DEVICES', '(not set)')}"
+        message = f"there is no GPU node here, only {names}" if nodes else "there is no /dev/nvidia* here"
         if host:
-            advice = ASK if host[0].startswith("driver") else "load the driver on the host first"
-            return exposed(place, f"no GPU node here: {names}", *host, variable, advice=advice)
-        why = "no driver and no NVIDIA card of the host to be seen: it has none, or a sandbox hides them"
-        return unknown(place, f"no GPU node here: {names}", why, advice="run nvidia-smi on the host")
+            advice = ASK if host[0] == DRIVER_LOADED else "load the driver on the host first"
+            return exposed(place, message, *host, variable, advice=advice)
+        reason = "kb sees no driver and no NVIDIA card: the host has none, or a sandbox hides them"
+        return unknown(place, message, reason, advice="run nvidia-smi on the host")
     lacking = [library for library in DRIVER if not loads(library)]
     copies = [str(path) for name in PLACES for library in lacking for path in ROOT.glob(f"{name}/{library}*")]
     if copies:
-        return unknown(place, names, f"{copies[0]} is not on the path of the loader of this process: LD_LIBRARY_PATH?")
+        message = f"the loader of this process does not search the folder of {copies[0]}"
+        return unknown(place, names, message, advice="add the folder to LD_LIBRARY_PATH")
     if lacking:
-        why = f"no {' and no '.join(lacking)}: the libraries of the driver were not mounted"
-        return exposed(place, names, why, advice="apptainer --nv, or NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+        message = f"the driver's libraries were not mounted: no {' and no '.join(lacking)}"
+        advice = "start the container with apptainer --nv, or with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+        return exposed(place, names, message, advice=advice)
     refused = [name for name in nodes if refuses(Path(ROOT, "dev", name))]
-    if refused or not {"nvidiactl", "nvidia-uvm"} <= set(nodes):
-        why = f"may not be opened: {', '.join(refused) or 'none'}; CUDA needs nvidiactl and nvidia-uvm as well"
-        return unknown(place, names, why, advice="run nvidia-smi here and on the host, or kb verify container-lost-gpu")
-    return clear(place, f"{names}: nvidiactl opens, the modes of the rest allow it; {' and '.join(DRIVER)} load")
+    absent = [name for name in ("nvidiactl", "nvidia-uvm") if name not in nodes]
+    if refused or absent:
+        messages = [f"kb may not open {', '.join(refused)}"] if refused else []
+        messages += [f"CUDA also needs {' and '.join(absent)}, which is missing"] if absent else []
+        advice = "run nvidia-smi here and on the host, or kb verify container-lost-gpu"
+        return unknown(place, names, *messages, advice=advice)
+    message = f"kb could open nvidiactl, file modes allow the other nodes, and {' and '.join(DRIVER)} load"
+    return clear(place, names, message)
 
 
 def check_host(host: List[str]) -> Finding:
-    """Outside: is there a driver for containers to use, and something that hands it to them?"""
+    """Does this host have a driver, and a toolkit that gives it to containers?"""
     if not host:
-        return unknown("no NVIDIA driver or card here", advice="run this inside the container, or on its host")
-    if not host[0].startswith("driver"):
-        return exposed(*host, "no NVIDIA kernel module is loaded: no container gets the card", advice="load the driver")
+        return unknown("kb found no NVIDIA driver or card", advice="run this inside the container, or on its host")
+    if host[0] != DRIVER_LOADED:
+        message = "no NVIDIA kernel module is loaded, so no container can use the card"
+        return exposed(*host, message, advice="load the driver")
     path = f"{os.environ.get('PATH', '')}:/usr/bin:/usr/local/bin:/usr/sbin:/usr/local/nvidia/toolkit"
     engines = [name for name in ENGINES if shutil.which(name, path=path)]
     files = [str(file) for name in ("etc/cdi", "var/run/cdi") for file in Path(ROOT, name).glob("*nvidia*")]
     parts = [name for name in TOOLKIT if shutil.which(name, path=path)] + files
-    others = any(Path(ROOT, name).exists() for name in ("snap/docker", "var/lib/kubelet"))  # with parts of their own
+    others = any(
+        Path(ROOT, name).exists() for name in ("snap/docker", "var/lib/kubelet")
+    )  # these bring their own parts
     if engines and not parts and not others:
-        why = f"{', '.join(engines)}: no part of the NVIDIA Container Toolkit, and no CDI file of NVIDIA's"
-        return exposed(*host, why, advice=INSTALL)
-    why = "whether the daemon knows them, and whether a command asks for a GPU, cannot be seen here"
-    seen = ", ".join(parts) or "nothing seen"
-    return unknown(*host, f"for containers: {seen}", why, advice="run this in the container")
+        message = f"the host has {', '.join(engines)}, but no part of the NVIDIA Container Toolkit and no CDI file"
+        return exposed(*host, message, advice=INSTALL)
+    toolkit = f"the host has {', '.join(parts)}" if parts else "kb found no part of the NVIDIA Container Toolkit"
+    message = "kb cannot tell whether the daemon uses a toolkit, and whether a command requests a GPU"
+    return unknown(*host, toolkit, message, advice="run this in the container")
 
 
 def container() -> str:
-    """What shows that this is a container, or nothing."""
+    """Returns what shows that this is a container, or an empty string."""
     marks = [name for name in (".dockerenv", "run/.containerenv", ".singularity.d") if Path(ROOT, name).exists()]
     marks += [name for name in ("KUBERNETES_SERVICE_HOST",) if name in os.environ]
     return f"inside a container: {marks[0]}" if marks else ""
 
 
 def describe_host() -> List[str]:
-    """What /proc and /sys say of the driver and of NVIDIA's cards: they are the host's, in most containers too."""
+    """Describes the driver and NVIDIA's cards by /proc and /sys, which are the host's in most containers too."""
     lines = []
     if Path(ROOT, "proc/driver/nvidia/version").exists() or Path(ROOT, "sys/module/nvidia").exists():
-        lines.append("driver of the host: its kernel module is loaded")
+        lines.append(DRIVER_LOADED)
     displays = [path for path in ROOT.glob("sys/bus/pci/devices/*") if read(path, "class").startswith("0x03")]
     cards = [card for card in displays if read(card, "vendor").strip() == "0x10de"]
-    return lines + ([f"NVIDIA cards on the PCI bus: {len(cards)}"] if cards else [])
+    return lines + ([f"the PCI bus has {len(cards)} NVIDIA card{'s' * (len(cards) > 1)}"] if cards else [])
 
 
 def refuses(node: Path) -> bool:
-    """Whether a node may not be opened; of all only nvidiactl is opened, which starts no card."""
+    """May this process not open the node? Opens only nvidiactl, which starts no card."""
     if node.name == "nvidiactl":
         try:
             os.close(os.open(node, os.O_RDWR))
@@ -196,14 +209,14 @@ def refuses(node: Path) -> bool:
 
 
 def read(folder: Path, name: str) -> str:
-    """A file of /sys; nothing where it cannot be read."""
+    """Returns the text of a file of /sys, or an empty string if it cannot be read."""
     try:
         return Path(folder, name).read_text(errors="replace")
     except OSError:
         return ""
 
 
-STANDS_FOR = "the NVIDIA Container Toolkit, which mounts the driver's libraries: a bind mount of stubs"
+STANDS_FOR = "the NVIDIA Container Toolkit, which mounts the driver's libraries; a bind mount of stubs does so here"
 
 
 def given(
@@ -213,16 +226,16 @@ def given(
     return Experiment(
         name=name,
         control=Arm(fails, raised(pattern), because, "stand-in", STANDS_FOR),
-        treatment=Arm(works, completed(), "the runtime mounts the libraries of the driver", "stand-in", STANDS_FOR),
+        treatment=Arm(works, completed(), "the runtime mounts the driver's libraries", "stand-in", STANDS_FOR),
         world_size=1,
         needs=Needs(packages={package: ""} if package else {}, programs=("gcc",)),
     )
 
 
 NO_NVML, NO_CUDA = (rf"{name}\.so\.1: cannot open shared object file" for name in ("libnvidia-ml", "libcuda"))
-VOID = "no device is asked for, so the runtime adds nothing"
-ALONE = "NVIDIA_VISIBLE_DEVICES=all is set, and runc does not read it"
-UTILITY = "utility brings NVML and nvidia-smi, and no CUDA"
+VOID = "the container requests no device, so the runtime mounts no library"
+ALONE = "NVIDIA_VISIBLE_DEVICES=all is set, but runc does not read it"
+UTILITY = "the capability utility only mounts NVML and nvidia-smi, not libcuda"
 PYNVML = "NVML Shared Library Not Found"
 
 probe = Probe(

@@ -1,4 +1,4 @@
-"""Which samples each rank gets: of 32, with two ranks, 16 each and none twice."""
+"""Do two ranks share 32 samples so that each gets 16, and no sample goes to both?"""
 
 import random
 from functools import partial
@@ -11,18 +11,18 @@ SAMPLES = 32
 
 
 def compare(ctx: Context, dist: Any, seen: List[int]) -> None:
-    """Raise a symptom where ranks have seen the same samples, or samples are missing."""
-    everyones: List[Any] = [None] * ctx.world_size
-    dist.all_gather_object(everyones, sorted(seen))
+    """Raises `Symptom` if both ranks have seen the same samples, or samples are missing."""
+    by_rank: List[Any] = [None] * ctx.world_size
+    dist.all_gather_object(by_rank, sorted(seen))
     ctx.note(samples=len(seen))
-    twice = len(set(everyones[0]) & set(everyones[1]))
-    never = SAMPLES - len(set(everyones[0]) | set(everyones[1]))
+    twice = len(set(by_rank[0]) & set(by_rank[1]))
+    never = SAMPLES - len(set(by_rank[0]) | set(by_rank[1]))
     if twice or never:
         raise Symptom("of %d samples %d came to both ranks, %d to none" % (SAMPLES, twice, never))
 
 
 def load(ctx: Context, *, way: str) -> None:
-    """One epoch of a loader with batches of 4."""
+    """Reads one epoch from a loader with batches of 4; `way` says how it is built."""
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -47,7 +47,7 @@ def load(ctx: Context, *, way: str) -> None:
 
 
 def make_stream(ctx: Context, sliced: bool, shuffle: Optional[Callable[[List[int]], None]] = None) -> Any:
-    """A dataset without indices: all samples, or those of this rank and this worker."""
+    """Returns an iterable dataset of all samples, or (`sliced`) of those of this rank and this worker."""
     from torch.utils.data import IterableDataset, get_worker_info
 
     rank, world_size = ctx.rank, ctx.world_size
@@ -72,7 +72,7 @@ def shuffle_alike(samples: List[int]) -> None:
 
 
 def stream(ctx: Context, *, sliced: bool, shuffle: Optional[Callable[[List[int]], None]] = None) -> None:
-    """A stream that two workers on each rank read."""
+    """Reads a stream with two workers on each rank."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -85,7 +85,7 @@ def stream(ctx: Context, *, sliced: bool, shuffle: Optional[Callable[[List[int]]
 
 
 def split(ctx: Context, *, shared_generator: bool) -> None:
-    """Training and validation parts, where each rank has a seed of its own for its augmentation."""
+    """Splits a dataset in training and validation parts, on ranks that each have a seed for their augmentation."""
     import torch
     from torch.utils.data import random_split
 
@@ -106,7 +106,7 @@ def split(ctx: Context, *, shared_generator: bool) -> None:
 
 
 def prepare(ctx: Context, *, way: str) -> None:
-    """accelerate shards what `prepare` gets, also what is sharded already."""
+    """Passes a loader to accelerate's `prepare`, which shards it even if it is sharded already."""
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader, DistributedSampler
@@ -155,7 +155,7 @@ def pair(
     )
 
 
-SHARDED = "a DistributedSampler gives each rank its part"
+SHARDED = "a DistributedSampler gives each rank half of the samples"
 
 probe = Probe(
     experiments=(
@@ -164,7 +164,7 @@ probe = Probe(
             partial(load, way="shuffle"),
             partial(load, way="sampler"),
             ALL_TWICE,
-            "the loader has shuffle=True and no sampler",
+            "the loader has shuffle=True and no distributed sampler, so each rank reads everything",
             SHARDED,
         ),
     ),
@@ -174,16 +174,16 @@ probe = Probe(
             partial(load, way="local rank"),
             partial(load, way="sampler"),
             symptom(r"of 32 samples 16 came to both ranks, 16 to none"),
-            "the sampler got the local rank, which is 0 on each of two nodes",
-            "the sampler takes the rank of the process group",
+            "the script passes the local rank to the sampler, and it is 0 on both nodes",
+            "the sampler uses the rank of the process group",
         ),
         pair(
             "seed",
             partial(load, way="own seed"),
             partial(load, way="sampler"),
             symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
-            "each rank gave the sampler a seed of its own",
-            "the seed is the same on all ranks",
+            "each rank passes a different seed to the sampler, so their orders differ",
+            "all ranks pass the same seed to the sampler",
         ),
         pair(
             "stream",
@@ -191,31 +191,31 @@ probe = Probe(
             partial(stream, sliced=True),
             ALL_TWICE,
             "each worker of each rank reads the whole stream",
-            "each takes every fourth sample, from a place of its own",
+            "each of the four workers reads every fourth sample, with a different offset",
         ),
         pair(
             "stream-shuffle",
             partial(stream, sliced=True, shuffle=random.shuffle),
             partial(stream, sliced=True, shuffle=shuffle_alike),
             symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
-            "each worker shuffles with the generator of its process, and then takes every fourth sample",
-            "all workers of all ranks shuffle with one seed",
+            "each worker shuffles with its own generator before it takes every fourth sample",
+            "all workers of all ranks shuffle with the same seed",
         ),
         pair(
             "split",
             partial(split, shared_generator=False),
             partial(split, shared_generator=True),
             symptom(r"[1-9] of 8 validation samples are training samples of another rank"),
-            "random_split takes the global generator, whose seed differs from rank to rank",
-            "random_split gets a generator with the same seed everywhere",
+            "random_split uses the global generator, whose seed differs on each rank",
+            "random_split gets a generator with the same seed on every rank",
         ),
         pair(
             "prepare",
             partial(prepare, way="never"),
             partial(prepare, way="once"),
             ALL_TWICE,
-            "accelerate was not given the loader",
-            "prepare shards the loader",
+            "the script does not pass the loader to accelerate's prepare, so nothing shards it",
+            "accelerate's prepare shards the loader",
             "",
         ),
         pair(
@@ -223,8 +223,8 @@ probe = Probe(
             partial(prepare, way="twice"),
             partial(prepare, way="once"),
             symptom(r"of 32 samples 0 came to both ranks, 16 to none"),
-            "the loader has a DistributedSampler, and prepare shards it once more",
-            "prepare gets a plain loader",
+            "the loader has a DistributedSampler, and accelerate's prepare shards it again",
+            "accelerate's prepare gets a loader without a sampler",
             "",
         ),
         pair(
@@ -232,8 +232,8 @@ probe = Probe(
             partial(prepare, way="sliced stream"),
             partial(prepare, way="whole stream"),
             symptom(r"of 32 samples 0 came to both ranks, 16 to none"),
-            "the stream is cut by rank, and prepare cuts it once more",
-            "prepare gets the whole stream",
+            "the stream is split by rank, and accelerate's prepare splits it again",
+            "accelerate's prepare gets the whole stream",
             "",
         ),
         pair(
@@ -241,8 +241,8 @@ probe = Probe(
             partial(prepare, way="own seed"),
             partial(prepare, way="same seed"),
             symptom(r"of 32 samples [1-9]\d* came to both ranks, [1-9]\d* to none"),
-            "a seedable sampler takes the seed of its rank, and each rank has one of its own",
-            "all ranks have the same seed when the loader is prepared",
+            "each rank has a different seed when accelerate prepares a seedable sampler",
+            "all ranks have the same seed when accelerate prepares the loader",
             ">=0.30",
         ),
     ),

@@ -1,4 +1,4 @@
-"""A quantized copy is not whole on the GPU where its rank trains, or is cast after it was loaded."""
+"""A quantized model is not completely on the GPU where its rank trains, or is cast after it was loaded."""
 
 import os
 from functools import partial
@@ -15,13 +15,13 @@ CAST = r"You cannot cast a bitsandbytes model in a new `dtype`"
 
 
 def prepare(ctx: Context, *, own_gpu: bool) -> None:
-    """Accelerator.prepare_model on two ranks; the model has the marks that the loader leaves: 8-bit, and a map."""
+    """Calls Accelerator.prepare_model on two ranks, with the attributes that the loader sets on an 8-bit model."""
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     ctx.init_process_group(timeout_s=20)
     on_gpus, index = ctx.device.type == "cuda", ctx.rank if own_gpu else 0
-    launched(ctx)
+    set_launch_variables(ctx)
     model = torch.nn.Linear(4, 4, device=torch.device("cuda", index) if on_gpus else "cpu")
     model.is_loaded_in_8bit = True
     model.hf_device_map = {"": index}
@@ -33,7 +33,7 @@ def prepare(ctx: Context, *, own_gpu: bool) -> None:
 
 
 def prepare_alone(ctx: Context, *, on_first: bool) -> None:
-    """The same in a single process, whose device has a kind and no number."""
+    """Calls Accelerator.prepare_model in a single process, whose device is `cuda` without an index."""
     import torch
     from accelerate import Accelerator
 
@@ -49,8 +49,8 @@ def prepare_alone(ctx: Context, *, on_first: bool) -> None:
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
 
 
-def launched(ctx: Context) -> None:
-    """The variables of torchrun; where there is no GPU, a device that exists by name."""
+def set_launch_variables(ctx: Context) -> None:
+    """Sets the variables of torchrun, and without a GPU the name of the device that accelerate shall use."""
     rank, size = str(ctx.rank), str(ctx.world_size)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     if ctx.device.type != "cuda":
@@ -58,12 +58,12 @@ def launched(ctx: Context) -> None:
 
 
 def bypass(ctx: Context, *, whole: bool) -> None:
-    """The check of device maps is switched off; that of quantized models is another one."""
+    """Calls prepare_model with accelerate's check of device maps off; the check of quantized models stays on."""
     import torch
     from accelerate import Accelerator
 
     ctx.init_process_group(timeout_s=20)
-    launched(ctx)
+    set_launch_variables(ctx)
     os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     model.is_loaded_in_4bit = True
@@ -74,10 +74,10 @@ def bypass(ctx: Context, *, whole: bool) -> None:
 
 
 def cast(ctx: Context, *, at_load: bool) -> None:
-    """Packed 4-bit weights stored as bfloat16: a cast after loading converts them as if they were numbers."""
+    """Casts 4-bit weights that are packed in bfloat16: the cast converts them as if they were numbers."""
     import torch
 
-    packed = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)  # each pattern of 16 bits
+    packed = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)  # every pattern of 16 bits
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(packed.view(torch.bfloat16), requires_grad=False)
     layer.norm = torch.nn.LayerNorm(4, dtype=torch.float16 if at_load else torch.bfloat16)
@@ -87,11 +87,11 @@ def cast(ctx: Context, *, at_load: bool) -> None:
     assert layer.norm.weight.dtype == torch.float16
     changed = int((layer.weight.detach().to(torch.bfloat16).view(torch.int16) != packed).sum())
     if changed:
-        raise Symptom("%d of 65536 packed values are others after the cast" % changed)
+        raise Symptom("the cast changed %d of 65536 packed values" % changed)
 
 
 def load(ctx: Context, storage: str = "uint8", **arguments: Any) -> Any:
-    """A model of two layers, saved, and loaded in 4-bit by transformers and bitsandbytes."""
+    """Saves a model of two layers, and loads it in 4-bit with transformers and bitsandbytes."""
     import torch
     from transformers import (  # type: ignore[import-not-found]
         AutoModelForCausalLM,
@@ -115,13 +115,13 @@ PARTS = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "mod
 
 
 def place(ctx: Context, *, device_map: Mapping[str, str]) -> None:
-    """The map as `auto` makes it when the model does not fit, with the CPU in the place of the GPU."""
+    """Loads with a map like that of `auto` for a model that does not fit; the CPU stands for the GPU."""
     model = load(ctx, device_map=device_map)
-    assert not hasattr(model, "hf_device_map"), "since transformers 5 a map of one device is not kept"
+    assert not hasattr(model, "hf_device_map"), "transformers 5 does not keep a map of one device"
 
 
-def dtype(ctx: Context, *, at_load: bool) -> None:
-    """The dtype of what is not quantized, given to from_pretrained or by a cast afterwards."""
+def set_dtype(ctx: Context, *, at_load: bool) -> None:
+    """Sets the dtype of the unquantized weights in from_pretrained (`at_load`), or by a cast afterwards."""
     import torch
 
     model = load(ctx, device_map={"": "cpu"}, **({"dtype": torch.bfloat16} if at_load else {}))
@@ -131,7 +131,7 @@ def dtype(ctx: Context, *, at_load: bool) -> None:
 
 
 def wrap(ctx: Context, *, at_load: bool) -> None:
-    """A PeftModel has a `.to` of its own, which casts what the model inside it would refuse to cast."""
+    """Casts a PeftModel: its own `.to` casts weights that the model inside would refuse to cast."""
     import torch
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
 
@@ -144,12 +144,14 @@ def wrap(ctx: Context, *, at_load: bool) -> None:
     assert model.model.norm.weight.dtype == torch.float16
     changed = int((layer.weight.detach().view(torch.uint8) != packed).sum())
     if changed:
-        raise Symptom("%d of %d packed bytes are others after the cast" % (changed, packed.numel()))
+        raise Symptom("the cast changed %d of %d packed bytes" % (changed, packed.numel()))
 
 
-MARKED = "a bitsandbytes model on two GPUs: a layer with the marks that its loader leaves, devices that exist by name"
+MARKED = (
+    "a bitsandbytes model on two GPUs; a layer has the attributes that its loader sets, and devices only have names"
+)
 PACKED = "4-bit weights of bitsandbytes with bnb_4bit_quant_storage=torch.bfloat16"
-ON_0, OWN = "every rank has its copy on GPU 0", "each copy is on the GPU of its rank"
+ON_0, OWN = "every rank has loaded its copy on GPU 0", "every rank has loaded its copy on its own GPU"
 
 
 def pair(
@@ -164,7 +166,7 @@ def pair(
     stands_for: str = "",
     seconds: float = 1.0,
 ) -> Experiment:
-    """`keyword` has the first of `values` in the control arm and the second in the treatment."""
+    """The argument `keyword` has the first of `values` in the control arm and the second in the treatment."""
     fidelity = "stand-in" if stands_for else "cpu"
     control, treatment = (partial(job, **{keyword: value}) for value in values)
     return Experiment(
@@ -178,7 +180,7 @@ def pair(
     )
 
 
-# accelerate below 1.13 asks for torch.device(0), which builds of torch without a GPU refuse.
+# accelerate below 1.13 uses torch.device(0), which builds of torch without GPU support refuse.
 ACCELERATE = {"torch": ">=2.2", "accelerate": ">=1.13"}
 ON_GPUS = Needs(packages={"torch": ">=2.2", "accelerate": ">=1.0"}, gpus=2, gpu_memory_mib=1024)
 LOADER = {"torch": ">=2.4", "accelerate": ">=1.0", "transformers": ">=5.0", "bitsandbytes": ">=0.50"}
@@ -194,8 +196,11 @@ probe = Probe(
             "cast",
             cast,
             "at_load",
-            symptom(r"\d+ of 65536 packed values are others after the cast"),
-            ("the whole module is cast", "what is not packed has its dtype from the start"),
+            symptom(r"the cast changed \d+ of 65536 packed values"),
+            (
+                "the whole module is cast, with its packed weights",
+                "the weights that are not packed are created with the dtype",
+            ),
             {"torch": ">=2.2"},
             stands_for=PACKED,
         ),
@@ -206,7 +211,7 @@ probe = Probe(
             prepare_alone,
             "on_first",
             raised(OTHER_DEVICE),
-            ("one process, and its model is on GPU 3", "it is on the GPU that the process counts as 0"),
+            ("the only process has loaded the model on GPU 3", "the only process has loaded the model on its GPU 0"),
             ACCELERATE,
             stands_for=MARKED.replace("two GPUs", "one of several GPUs"),
         ),
@@ -215,7 +220,10 @@ probe = Probe(
             bypass,
             "whole",
             raised(SPREAD),
-            ("a map of two GPUs, and ACCELERATE_BYPASS_DEVICE_MAP=true", "a whole copy on the GPU of the rank"),
+            (
+                "the model is spread over two GPUs, and ACCELERATE_BYPASS_DEVICE_MAP=true does not help",
+                "every rank has a whole copy on its own GPU",
+            ),
             ACCELERATE,
             ranks=2,
             stands_for=MARKED,
@@ -225,17 +233,17 @@ probe = Probe(
             place,
             "device_map",
             raised(OFFLOADED),
-            ("one layer is on the disk", "all layers are on one device"),
+            ("the device map puts one layer on the disk", "the device map puts all layers on one device"),
             LOADER,
             values=({**dict.fromkeys(PARTS, "cpu"), "model.layers.1": "disk"}, {"": "cpu"}),
             seconds=8.0,
         ),
         pair(
             "dtype",
-            dtype,
+            set_dtype,
             "at_load",
             raised(CAST),
-            ("the loaded model is cast", "from_pretrained gets the dtype"),
+            ("the model is cast after it was loaded", "the dtype is passed to from_pretrained"),
             LOADER,
             seconds=8.0,
         ),
@@ -243,8 +251,8 @@ probe = Probe(
             "wrapper",
             wrap,
             "at_load",
-            symptom(r"\d+ of \d+ packed bytes are others after the cast"),
-            ("the PeftModel around the loaded model is cast", "from_pretrained gets the dtype"),
+            symptom(r"the cast changed \d+ of \d+ packed bytes"),
+            ("the PeftModel around the model is cast after loading", "the dtype is passed to from_pretrained"),
             {**LOADER, "peft": ">=0.18"},
             seconds=8.0,
         ),

@@ -1,4 +1,4 @@
-"""Gradient accumulation asks ZeRO-2 or ZeRO-3 not to reduce, and DeepSpeed refuses since 0.16."""
+"""Gradient accumulation enters no_sync under ZeRO-2 or ZeRO-3, which DeepSpeed refuses since 0.16."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ STEPS = 2  # micro-batches of a rank
 
 
 def batch(rank: int, step: int) -> Any:
-    """Over two ranks and two steps its mean is 2.5 and 1."""
+    """Returns a batch of two numbers, whose means over two ranks and two steps are 2.5 and 1."""
     import torch
 
     return torch.tensor([[1.0 + 2 * rank + step, 1.0]])
 
 
 def partition(ctx: Context, *, reduced_each_time: bool) -> None:
-    """ZeRO-2 by hand: each rank keeps its half of every gradient, which is to be the mean of all ranks."""
+    """Does what ZeRO-2 does: each rank keeps its half of every gradient, which should be the mean of all ranks."""
     dist = ctx.init_process_group(timeout_s=20)
     ctx.reached()
     kept = 0.0
     for step in range(STEPS):
-        gradient = batch(ctx.rank, step)[0]  # of the sum of w * x
+        gradient = batch(ctx.rank, step)[0]  # the gradient of the sum of w * x
         if reduced_each_time or step == STEPS - 1:
             dist.all_reduce(gradient)
             gradient /= ctx.world_size
@@ -53,6 +53,7 @@ def partition(ctx: Context, *, reduced_each_time: bool) -> None:
 
 
 def settings(stage: int) -> Dict[str, Any]:
+    """Returns DeepSpeed's configuration."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": STEPS,
@@ -62,7 +63,7 @@ def settings(stage: int) -> Dict[str, Any]:
     }
 
 
-def model_and_optimizer(ctx: Context) -> Tuple[Any, Any]:
+def build_model(ctx: Context) -> Tuple[Any, Any]:
     import torch
 
     ctx.init_process_group(timeout_s=20)
@@ -72,18 +73,18 @@ def model_and_optimizer(ctx: Context) -> Tuple[Any, Any]:
 
 
 def compare(ctx: Context, weight: Any) -> None:
-    """One step with the mean over all ranks and micro-batches."""
+    """Raises `Symptom` unless the weight moved by the mean gradient of all ranks and micro-batches."""
     moved = [round(1.0 - value, 4) for value in weight.flatten().tolist()]
     if moved != [0.5 + ctx.world_size, 1.0]:
         raise Symptom("the step is %s instead of %s" % (moved, [0.5 + ctx.world_size, 1.0]))
 
 
 def train(ctx: Context, *, reduced_each_time: bool) -> None:
-    """A loop of one's own around DeepSpeed's engine."""
+    """Runs a custom training loop around DeepSpeed's engine."""
     from kb.cpu_arms import import_deepspeed
 
     deepspeed = import_deepspeed()
-    model, optimizer = model_and_optimizer(ctx)
+    model, optimizer = build_model(ctx)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(stage=2))[0]
     ctx.reached()
     for step in range(STEPS):
@@ -95,14 +96,14 @@ def train(ctx: Context, *, reduced_each_time: bool) -> None:
 
 
 def older_backward(wrapper: Any, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-    """As in accelerate below 1.8.0."""
+    """Does what accelerate below 1.8.0 does."""
     wrapper.engine.backward(loss, **kwargs)
     wrapper.engine.step()
 
 
 @contextlib.contextmanager
 def older_no_sync(accelerator: Any, model: Any) -> Iterator[None]:
-    """As in accelerate up to 1.8.1."""
+    """Does what accelerate up to 1.8.1 does."""
     context: Any = contextlib.nullcontext
     if accelerator.use_distributed:
         context = getattr(model, "no_sync", context)
@@ -111,7 +112,7 @@ def older_no_sync(accelerator: Any, model: Any) -> Iterator[None]:
 
 
 def accumulate(ctx: Context, *, older: str = "", sync_each_batch: bool = False, stage: int = 2) -> None:
-    """accelerate, with the installed release or with what an older one does: `1.8` or `1.7`."""
+    """Accumulates with the installed accelerate, or with the methods of an `older` one: `1.8` or `1.7`."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
@@ -120,7 +121,7 @@ def accumulate(ctx: Context, *, older: str = "", sync_each_batch: bool = False, 
     from accelerate.utils.deepspeed import DeepSpeedEngineWrapper  # type: ignore[import-not-found]
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    model, optimizer = model_and_optimizer(ctx)
+    model, optimizer = build_model(ctx)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings(stage)),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=STEPS, sync_each_batch=sync_each_batch),
@@ -149,25 +150,31 @@ def check(params: Mapping[str, Any]) -> Finding:
     if not found["deepspeed"]:
         return unknown(*evidence)
     if found["deepspeed"] < (0, 16):
-        return clear(*evidence, "this DeepSpeed has no method no_sync")
+        return clear(*evidence, "the engine of this DeepSpeed has no method no_sync")
     if not found["accelerate"]:
-        return unknown(*evidence, "whether a loop of your own calls engine.no_sync() cannot be seen here")
+        return unknown(*evidence, "kb cannot tell whether a custom training loop calls engine.no_sync()")
     if found["accelerate"] >= (1, 9):
         if found["deepspeed"] < (0, 18, 3):
-            evidence.append("with stage 0 or 1 it enters no_sync, where this DeepSpeed does not divide the loss")
-        return unknown(*evidence, "accelerate skips it for ZeRO-2 and ZeRO-3; a loop of your own may call the engine's")
+            evidence.append(
+                "in stage 0 or 1 accelerate enters no_sync, in which this DeepSpeed does not divide the loss"
+            )
+        return unknown(
+            *evidence,
+            "accelerate does not enter no_sync for ZeRO-2 and ZeRO-3, but a custom training loop may call the engine's",
+        )
     stages = "ZeRO-2 and ZeRO-3" if found["accelerate"] >= (1, 8) else "every stage"
-    what = "accelerator.accumulate() with two or more processes enters no_sync, which fails for " + stages
+    message = "accelerator.accumulate() with two or more processes enters no_sync, which fails for " + stages
     if found["transformers"] and found["transformers"] < (4, 47, 1):
-        what += ", and so does the Trainer"
-    return exposed(*evidence, what, advice="accelerate 1.9.0 or newer; for the Trainer alone transformers 4.47.1")
+        message += ", and so does the Trainer"
+    advice = "install accelerate 1.9.0 or newer; for the Trainer alone transformers 4.47.1 is enough"
+    return exposed(*evidence, message, advice=advice)
 
 
 REFUSED = raised(r"AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO")
-# 0.17.6 to 0.18.2 lose all micro-batches of ZeRO-2 but the last: https://github.com/deepspeedai/DeepSpeed/issues/7718
+# 0.17.6 to 0.18.2 lose every micro-batch of ZeRO-2 except the last: https://github.com/deepspeedai/DeepSpeed/issues/7718
 DS = {"torch": ">=2.2", "deepspeed": ">=0.16,!=0.17.6,!=0.18.0,!=0.18.1,!=0.18.2"}
 INSIDE = raised(r"AssertionError: It is illegal to call Engine\.step\(\) inside no_sync context manager")
-OLDER = "an older accelerate: its methods no_sync and, below 1.8.0, backward, in the place of the installed ones"
+OLDER = "an older accelerate; its no_sync and, below 1.8.0, its backward replace the installed ones"
 
 
 def pair(
@@ -197,8 +204,8 @@ TORCH = {"torch": ">=2.1"}
 ACCELERATE = {**DS, "accelerate": ">=1.9"}
 UNDIVIDED = symptom(r"the step is \[3\.5, 1\.5\] instead of \[2\.5, 1\.0\]")
 LOST = symptom(r"gradient 2\.0 instead of 2\.5: one micro-batch of the other rank is lost")
-BY_HAND = "ZeRO-2 without its assertion: each rank keeps its half of a gradient of two numbers"
-ENTERS = "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync"
+BY_HAND = "ZeRO-2 without its assertion; each rank keeps its half of a gradient of two numbers"
+ENTERS = "accumulate() of accelerate up to 1.8.1 enters the engine's no_sync, which ZeRO-2 refuses"
 alone, together = (partial(train, reduced_each_time=value) for value in (False, True))
 first_lost, all_reduced = (partial(partition, reduced_each_time=value) for value in (False, True))
 below_1_8 = partial(accumulate, older="1.7")
@@ -213,37 +220,49 @@ probe = Probe(
             "engine",
             alone,
             together,
-            "engine.no_sync() around every micro-batch but the last",
-            "no context; DeepSpeed counts the micro-batches",
+            "the loop enters engine.no_sync() for every micro-batch but the last, which ZeRO-2 refuses",
+            "the loop enters no context, because DeepSpeed counts the micro-batches itself",
             ranks=1,
         ),
         pair(
             "partition",
             first_lost,
             all_reduced,
-            "the gradient of the first micro-batch is not to be reduced",
-            "every gradient is reduced",
+            "the ranks do not reduce the gradient of the first micro-batch, so each loses the other's share",
+            "the ranks reduce the gradient of every micro-batch",
             LOST,
             TORCH,
             BY_HAND,
         ),
     ),
     variants=(
-        library("accelerate", below_1_8, accumulate, ENTERS, "the installed accelerate does not, for ZeRO-2"),
+        library(
+            "accelerate",
+            below_1_8,
+            accumulate,
+            ENTERS,
+            "accumulate() of the installed accelerate does not enter no_sync for ZeRO-2",
+        ),
         library(
             "sync-each-batch",
             below_1_8,
             partial(below_1_8, sync_each_batch=True),
             ENTERS,
-            "sync_each_batch=True keeps accumulate() from it",
+            "sync_each_batch=True keeps accumulate() from entering no_sync",
         ),
-        divided("stage-1", below_1_9, partial(below_1_9, stage=1), "stage 2 partitions gradients", "stage 1 does not"),
+        divided(
+            "stage-1",
+            below_1_9,
+            partial(below_1_9, stage=1),
+            "accumulate() enters no_sync in stage 2, which partitions gradients and refuses it",
+            "accumulate() enters no_sync in stage 1, which does not partition gradients",
+        ),
         pair(
             "stage-1-loss",
             partial(accumulate, stage=1),
             partial(accumulate, stage=1, sync_each_batch=True),
-            "inside no_sync the loss is not divided",
-            "sync_each_batch=True: no micro-batch is inside",
+            "DeepSpeed does not divide the loss by the number of micro-batches inside no_sync",
+            "sync_each_batch=True keeps every micro-batch outside no_sync",
             UNDIVIDED,
             {**ACCELERATE, "deepspeed": ">=0.16,<0.18.3"},
         ),
@@ -252,7 +271,7 @@ probe = Probe(
             partial(below_1_8, stage=1),
             partial(below_1_9, stage=1),
             "backward() of accelerate below 1.8.0 steps inside no_sync, which stage 1 allows",
-            "from 1.8.0 on it steps at the last micro-batch only",
+            "backward() of accelerate 1.8.0 and newer steps only at the last micro-batch",
             INSIDE,
         ),
     ),
