@@ -1,6 +1,6 @@
-"""accelerate refuses to start beside several RTX 40 cards with a driver older than 550.40.07, before NCCL is asked.
+"""accelerate refuses to start on multiple RTX 40 cards with a driver older than 550.40.07, before NCCL starts.
 
-The stand-in for the cards is a program `nvidia-smi` on the PATH: accelerate asks nobody else.
+A program `nvidia-smi` on the PATH stands for the cards, because accelerate only asks nvidia-smi.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ print("started on", PartialState().device)
 """
 
 
-def pretend(ctx: Context, driver: str, variables: Mapping[str, str]) -> None:
-    """Two RTX 4090 with this driver, and a process that would use a GPU."""
+def simulate_cards(ctx: Context, driver: str, variables: Mapping[str, str]) -> None:
+    """Simulates two RTX 4090 with this driver, for a process that would use a GPU."""
     folder = Path(ctx.path("bin"))
     folder.mkdir()
     program = folder / "nvidia-smi"
@@ -59,12 +59,12 @@ def pretend(ctx: Context, driver: str, variables: Mapping[str, str]) -> None:
     for name in BOTH:
         os.environ.pop(name, None)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)  # one process: the refusal does not depend on how many there are
+        os.environ.pop(name, None)  # one process, because accelerate refuses any number of them
     os.environ.update({"PATH": f"{folder}:{os.environ['PATH']}", "ACCELERATE_TORCH_DEVICE": "cuda", **variables})
 
 
 def start(ctx: Context, *, variables: Mapping[str, str] = NEITHER, driver: str = OLD) -> None:
-    pretend(ctx, driver, variables)
+    simulate_cards(ctx, driver, variables)
     from accelerate import PartialState  # type: ignore[import-not-found]
 
     ctx.reached()
@@ -72,8 +72,8 @@ def start(ctx: Context, *, variables: Mapping[str, str] = NEITHER, driver: str =
 
 
 def start_alone(ctx: Context, *, variables: Mapping[str, str]) -> None:
-    """`accelerate launch` with one process."""
-    pretend(ctx, OLD, variables)
+    """Runs `accelerate launch` with one process."""
+    simulate_cards(ctx, OLD, variables)
     script = Path(ctx.path("train.py"))
     script.write_text(SCRIPT)
     options = ("--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
@@ -85,34 +85,38 @@ def start_alone(ctx: Context, *, variables: Mapping[str, str]) -> None:
         raise Symptom(refused.group() if refused else ran.stderr[-300:])
 
 
-# --- the check: these cards, this driver, this accelerate, these variables ------------------------------------------
+# --- the check: would this accelerate refuse these cards with this driver and these variables? -----------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Asks what accelerate asks: nvidia-smi."""
+    """Would accelerate refuse the cards here? Asks nvidia-smi, as accelerate does."""
     installed = release("accelerate")
     if not installed:
-        return unknown("accelerate is not installed in this environment, or its release cannot be read")
+        return unknown("accelerate is not installed in this environment, or kb cannot read its release")
     gpus = query("name,driver_version")
     if not gpus or any(len(gpu) != 2 for gpu in gpus):
         return unknown("nvidia-smi is missing, does not answer, or does not list the GPUs")
     names, drivers = zip(*gpus)
     models = ", ".join(sorted(set(names)))
-    evidence = f"accelerate {installed[0]}.{installed[1]}, {len(names)} GPUs: {models}, driver {drivers[0]}"
+    evidence = f"accelerate is {installed[0]}.{installed[1]}, nvidia-smi lists {len(names)} GPUs ({models})"
+    evidence += f" with driver {drivers[0]}"
     refused = ("RTX 3090", "RTX 40") if installed < (0, 27) else ("RTX 40",)
     if installed < (0, 25) or len(names) < 2 or not any(family in name for name in names for family in refused):
         return clear(evidence)
     if not re.match(r"\d+\.\d+", drivers[0]):
-        return unknown(evidence, "the release of the driver cannot be read")
+        return unknown(evidence, "kb cannot read the release of the driver")
     if installed >= (0, 29) and tuple(map(int, re.findall(r"\d+", drivers[0])[:3])) >= (550, 40, 7):
         return clear(evidence)
     if installed < (0, 26) and ("CUDA_VISIBLE_DEVICES" in os.environ or len(set(names)) > 1):
-        return unknown(evidence, "this release counts the GPUs that torch sees, and looks at the name of the first")
+        return unknown(
+            evidence, "this accelerate counts the GPUs that torch sees and only looks at the name of the first"
+        )
     missing = [name for name in BOTH if name not in os.environ]
     if missing:
-        remedy = "driver 550.40.07 or newer" + (", and accelerate 0.29 or newer" if installed < (0, 29) else "")
-        return exposed(evidence, f"not set here: {', '.join(missing)}", advice=f"{remedy}; else both variables")
-    return unknown(evidence, "both variables are set here; whether the launcher hands them to the job is not seen")
+        packages = "driver 550.40.07 or newer" + (" and accelerate 0.29 or newer" if installed < (0, 29) else "")
+        advice = f"install {packages}; otherwise set {' and '.join(BOTH)}"
+        return exposed(evidence, f"this environment does not set {' and '.join(missing)}", advice=advice)
+    return unknown(evidence, "both variables are set here, but kb cannot tell whether the launcher passes them on")
 
 
 def query(fields: str) -> List[Tuple[str, ...]]:
@@ -129,9 +133,9 @@ def query(fields: str) -> List[Tuple[str, ...]]:
     return [tuple(field.strip() for field in line.split(",")) for line in listed.stdout.splitlines() if line.strip()]
 
 
-# The message, as accelerate 0.25 and newer have it.
+# The message of accelerate 0.25 and newer.
 REFUSED = r"Using RTX (3090 or )?4000 series doesn't support faster communication broadband via P2P or IB"
-CARDS = f"two RTX 4090 with driver {OLD}"
+CARDS = f"nvidia-smi lists two RTX 4090 with driver {OLD}"
 
 
 def pair(name: str, control: partial[None], treatment: partial[None], because: str, fix: str) -> Experiment:
@@ -151,42 +155,51 @@ def pair(name: str, control: partial[None], treatment: partial[None], because: s
     )
 
 
-STANDS_FOR = "the cards and their driver, which accelerate knows from nvidia-smi alone: a program of that name"
-NO_VARIABLES = f"{CARDS}, neither variable is set"
+STANDS_FOR = "the cards and their driver, of which accelerate only learns from nvidia-smi; a script has that name"
+NO_VARIABLES = f"{CARDS}, and neither variable is set"
+BOTH_SET = "NCCL_P2P_DISABLE and NCCL_IB_DISABLE are set to 1"
 
 probe = Probe(
     check=check,
     params={},
-    experiments=(pair("driver", partial(start), partial(start, driver=NEW), NO_VARIABLES, f"driver {NEW}"),),
+    experiments=(
+        pair(
+            "driver",
+            partial(start),
+            partial(start, driver=NEW),
+            NO_VARIABLES,
+            f"nvidia-smi reports driver {NEW} instead",
+        ),
+    ),
     variants=(
-        pair("variables", partial(start), partial(start, variables=BOTH), NO_VARIABLES, "both variables are set"),
+        pair("variables", partial(start), partial(start, variables=BOTH), NO_VARIABLES, BOTH_SET),
         pair(
             "half",
             partial(start, variables={"NCCL_P2P_DISABLE": "1"}),
             partial(start, variables=BOTH),
-            f"{CARDS}, NCCL_P2P_DISABLE alone is set",
-            "NCCL_IB_DISABLE is set as well",
+            f"{CARDS}, and only NCCL_P2P_DISABLE is set",
+            BOTH_SET,
         ),
         pair(
             "kept",
             partial(start),
             partial(start, variables={"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"}),
             NO_VARIABLES,
-            "both are set, to 0: accelerate does not look at the values",
+            "both variables are set to 0, and accelerate does not look at their values",
         ),
         pair(
             "visible",
             partial(start, variables={"CUDA_VISIBLE_DEVICES": "0"}),
             partial(start, variables={"CUDA_VISIBLE_DEVICES": "0", **BOTH}),
-            f"{CARDS}, of which one is visible to the job: nvidia-smi lists both",
-            "both variables are set",
+            f"{CARDS}, although only one is visible to the job",
+            BOTH_SET,
         ),
         pair(
             "launched-alone",
             partial(start_alone, variables=NEITHER),
             partial(start_alone, variables=BOTH),
-            f"{CARDS}; accelerate launch sets the variables for several processes, here it starts one",
-            "both variables are set",
+            "accelerate launch sets the variables only if it starts multiple processes, and here it starts one",
+            BOTH_SET,
         ),
     ),
 )

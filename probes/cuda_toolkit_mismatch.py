@@ -1,4 +1,4 @@
-"""A CUDA extension is built with the nvcc of another major release than the torch wheel was built with."""
+"""A CUDA extension is built with an nvcc of another major release than torch was built with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import shutil
 import subprocess
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Mapping, Optional, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, clear, completed, exposed, raised, unknown
 
 
-def toolkit(ctx: Context, release: str) -> str:
-    """A folder for CUDA_HOME, with an nvcc that answers --version."""
+def create_toolkit(ctx: Context, release: str) -> str:
+    """Creates a folder for CUDA_HOME, with an nvcc that answers --version."""
     nvcc = Path(ctx.path(f"cuda-{release}/bin/nvcc"))
     nvcc.parent.mkdir(parents=True)
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.0'\n")
@@ -24,8 +24,8 @@ def toolkit(ctx: Context, release: str) -> str:
     return ctx.path(f"cuda-{release}")
 
 
-def ask(ctx: Context, built_with: str, asks: str) -> Optional[str]:
-    """The check before a build, on the toolkit that torch's own search finds."""
+def check_toolkit(ctx: Context, built_with: str, checker: str) -> Optional[str]:
+    """Runs the check that `checker` makes before a build, on the toolkit that torch's own search finds."""
     from unittest.mock import patch
 
     import torch
@@ -33,89 +33,97 @@ def ask(ctx: Context, built_with: str, asks: str) -> Optional[str]:
 
     home: Optional[str] = cpp_extension._find_cuda_home()
     with patch.object(torch.version, "cuda", built_with), patch.object(cpp_extension, "CUDA_HOME", home):
-        if asks == "deepspeed":
+        if checker == "deepspeed":
             builder = importlib.import_module("deepspeed.ops.op_builder.builder")
             ctx.reached()
             assert builder.assert_no_cuda_mismatch("fused_adam")
-        elif asks == "folders":
+        elif checker == "folders":
             ctx.reached()
-            assert cpp_extension._join_cuda_home("include") == f"{home}/include"  # what CUDAExtension begins with
+            assert cpp_extension._join_cuda_home("include") == f"{home}/include"  # CUDAExtension begins with this call
         else:
             compiler = torch.torch_version.TorchVersion("9.4.0")
             ctx.reached()
-            cpp_extension._check_cuda_version("g++", compiler)  # what BuildExtension calls before it compiles
+            cpp_extension._check_cuda_version("g++", compiler)  # BuildExtension makes this call before it compiles
     ctx.note(toolkit=home, torch_built_with=built_with)
     return home
 
 
 def releases(ctx: Context) -> Tuple[str, str]:
-    """What torch was built with, and a release of another major."""
+    """Returns the CUDA release that torch was built with, and one of another major release."""
     import torch
 
     built_with = torch.version.cuda or "12.8"
     return built_with, ctx.params["toolkit"] or ("12.8" if built_with.startswith("11.") else "11.8")
 
 
-def build(ctx: Context, *, cuda_home_of_same_major: bool, asks: str = "torch", linked: bool = False) -> None:
-    """Two toolkits on disk, each just an nvcc that answers --version; CUDA_HOME chooses one, or a link to it."""
+def build(ctx: Context, *, cuda_home_of_same_major: bool, checker: str = "torch", linked: bool = False) -> None:
+    """Creates two toolkits, sets CUDA_HOME to one of them, or to a link to it, and runs the check before a build."""
     built_with, other = releases(ctx)
-    homes = {release: toolkit(ctx, release) for release in {built_with, other}}
+    homes = {release: create_toolkit(ctx, release) for release in {built_with, other}}
     home = homes[built_with if cuda_home_of_same_major else other]
     if linked:
         os.symlink(home, ctx.path("cuda"))
         home = ctx.path("cuda")
     os.environ["CUDA_HOME"] = home
-    assert ask(ctx, built_with, asks) == home
+    assert check_toolkit(ctx, built_with, checker) == home
 
 
 def find_toolkit(ctx: Context, *, cuda_home: bool) -> None:
-    """No nvcc on PATH and none in /usr/local/cuda; CUDA_HOME is set or not."""
+    """Looks for a toolkit without an nvcc on PATH or in /usr/local/cuda, with or without CUDA_HOME."""
     from unittest.mock import patch
 
     built_with, _ = releases(ctx)
-    home = toolkit(ctx, built_with)
+    home = create_toolkit(ctx, built_with)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         os.environ.pop(name, None)
     if cuda_home:
         os.environ["CUDA_HOME"] = home
-    there = os.path.exists
+    exists = os.path.exists
     os.environ["PATH"] = ctx.path("bin")
-    with patch("os.path.exists", lambda path: path != "/usr/local/cuda" and there(path)):
-        ask(ctx, built_with, "folders")
+    with patch("os.path.exists", lambda path: path != "/usr/local/cuda" and exists(path)):
+        check_toolkit(ctx, built_with, "folders")
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """Compare the nvcc that torch would find with the CUDA release that torch was built with."""
+    """Is the nvcc that torch would find of the CUDA release that torch was built with?"""
     built_with = cuda_of_torch()
     if built_with is None:
-        return unknown("torch is not installed in this interpreter, or its version file cannot be read")
+        return unknown("torch is not installed in this interpreter, or kb cannot read its version file")
     if not built_with:
-        return unknown("this torch was built without CUDA: it builds no CUDA extensions")
+        return unknown("this torch was built without CUDA, so it builds no CUDA extensions")
     home, source = cuda_home()
     if not home:
         return unknown(
-            f"torch was built with CUDA {built_with}; no toolkit was found (CUDA_HOME, nvcc on PATH, /usr/local/cuda)",
-            advice="only what is compiled needs one: an image with `devel` in its name, or a conda cuda-toolkit",
+            f"torch was built with CUDA {built_with}; kb found no toolkit (CUDA_HOME, nvcc on PATH, /usr/local/cuda)",
+            advice="to compile extensions, use an image with `devel` in its name or install conda's cuda-toolkit",
         )
     release = release_of(home)
-    answer = release or ("gave no release" if os.access(home / "bin" / "nvcc", os.X_OK) else "not there")
-    evidence = [f"torch was built with CUDA {built_with}", f"{source} leads to {home}, nvcc {answer}"]
-    if answer == "not there" and source.startswith("CUDA"):
-        return exposed(*evidence, advice=f"unset {source}, or point it at a toolkit {built_with} that has bin/nvcc")
+    has_nvcc = os.access(home / "bin" / "nvcc", os.X_OK)
+    nvcc = f"nvcc is {release}" if release else "nvcc names no release" if has_nvcc else "there is no nvcc"
+    evidence = [f"torch was built with CUDA {built_with}", f"{source} leads to {home}, where {nvcc}"]
+    if not release and not has_nvcc and source.startswith("CUDA"):
+        return exposed(*evidence, advice=f"unset {source}, or set it to a toolkit {built_with} that has bin/nvcc")
     if not release:
-        return unknown(*evidence, advice="a runtime without compiler: enough to train, not to build extensions")
+        return unknown(*evidence, advice="this is enough to train; install a toolkit with nvcc to build extensions")
+    return judge_release(built_with, home, release, evidence)
+
+
+def judge_release(built_with: str, home: Path, release: str, evidence: List[str]) -> Finding:
+    """Do the release and the headers of this toolkit fit a torch that was built with CUDA `built_with`?"""
     if release.split(".")[0] != built_with.split(".")[0]:
-        install = f"install a toolkit {built_with} beside this one and set CUDA_HOME, or a torch built for {release}"
-        return exposed(*evidence, "the major releases differ: torch refuses a setup.py build", advice=install)
-    lost = [name for name in HEADERS if not any(os.path.exists(home / place / name) for place in FOLDERS)]
-    if "cuda_runtime.h" in lost:
-        message = f"no cuda_runtime.h below {home}: nvcc is found through a link or wrapper, and its headers are not"
+        advice = f"install a toolkit {built_with} alongside and set CUDA_HOME, or a torch built for {release}"
+        return exposed(*evidence, "the major releases differ, so torch refuses a setup.py build", advice=advice)
+    missing = [name for name in HEADERS if not any(os.path.exists(home / place / name) for place in FOLDERS)]
+    if "cuda_runtime.h" in missing:
+        message = f"{home} has no cuda_runtime.h: its nvcc is a link or wrapper, and the headers are elsewhere"
         return exposed(*evidence, message, advice="set CUDA_HOME to the folder that has bin, include and lib64")
     if release != built_with:
         message = "the minor releases differ: torch warns and builds, apex refuses, DeepSpeed has a list"
-        return unknown(*evidence, message, advice="it depends on what is built; a toolkit of torch's release suits all")
-    if lost:
-        return unknown(*evidence, f"headers that those of torch include are not below {home}: {', '.join(lost)}")
+        return unknown(
+            *evidence, message, advice=f"to be sure, use a toolkit {built_with}, which suits every extension"
+        )
+    if missing:
+        return unknown(*evidence, f"{home} lacks headers that torch's own headers include: {', '.join(missing)}")
     return clear(*evidence)
 
 
@@ -124,7 +132,7 @@ FOLDERS = ("include", "targets/x86_64-linux/include", "targets/sbsa-linux/includ
 
 
 def cuda_of_torch() -> Optional[str]:
-    """`torch.version.cuda` without importing torch: "" for a build without CUDA, None if unknown."""
+    """Reads `torch.version.cuda` without importing torch: "" for a build without CUDA, None if unknown."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return None
@@ -137,7 +145,7 @@ def cuda_of_torch() -> Optional[str]:
 
 
 def cuda_home() -> Tuple[Optional[Path], str]:
-    """The toolkit as torch looks for it, and what led there."""
+    """Returns the toolkit that torch would find, and what led there."""
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name):
             return Path(os.environ[name]), name
@@ -160,15 +168,15 @@ def release_of(home: Path) -> str:
 
 TORCH = Needs(packages={"torch": ">=2.1", "setuptools": ""})
 MISMATCH = r"The detected CUDA version \(.{1,8}\) mismatches the version that was used to compile"
-SCRIPT = "an installed CUDA toolkit: here a script that prints nvcc's version line"
+SCRIPT = "an installed CUDA toolkit; a script prints nvcc's version line"
 
 
 def experiment(
     name: str,
     control: Callable[[Context], None],
     treatment: Callable[[Context], None],
-    because: str = "CUDA_HOME leads to a toolkit of another major release",
-    fix: str = "CUDA_HOME leads to the toolkit of the release that torch was built with",
+    because: str = "CUDA_HOME names a toolkit of another major release than torch was built with",
+    fix: str = "CUDA_HOME names a toolkit of the release that torch was built with",
     expect: str = MISMATCH,
     needs: Needs = TORCH,
     stands_for: str = SCRIPT,
@@ -191,24 +199,28 @@ def by_home(name: str, **settings: Any) -> Tuple[str, Callable[[Context], None],
 
 probe = Probe(
     check=check,
-    params={"toolkit": Param("str", "release that nvcc reports in the control arm; your own: would torch take it?")},
+    params={
+        "toolkit": Param(
+            "str", "release that nvcc reports in the control arm; set your own to see whether torch accepts it"
+        )
+    },
     experiments=(experiment(*by_home("torch")),),
     variants=(
         experiment(
             "no-toolkit",
             partial(find_toolkit, cuda_home=False),
             partial(find_toolkit, cuda_home=True),
-            because="there is no nvcc on PATH, no /usr/local/cuda, and CUDA_HOME is not set",
-            fix="CUDA_HOME leads to a toolkit",
+            because="PATH has no nvcc, /usr/local/cuda does not exist, and CUDA_HOME is not set",
+            fix="CUDA_HOME names a toolkit",
             expect="CUDA_HOME environment variable is not set",
         ),
         experiment(
             *by_home("link", linked=True),
-            because="CUDA_HOME is a link with another name to a toolkit of another major release",
-            fix="the link leads to the toolkit of the release that torch was built with",
+            because="CUDA_HOME is a link to a toolkit of another major release, which its name does not show",
+            fix="CUDA_HOME is a link to a toolkit of the release that torch was built with",
         ),
         experiment(
-            *by_home("deepspeed", asks="deepspeed"),
+            *by_home("deepspeed", checker="deepspeed"),
             expect=r"Installed CUDA version \S+ does not match the version torch was compiled with",
             needs=Needs(packages={"torch": ">=2.1", "setuptools": "", "deepspeed": ">=0.9"}),
         ),

@@ -1,4 +1,4 @@
-"""RoCE with a GID that leads nowhere; the check reads the ports and GIDs that NCCL's variables choose on this node."""
+"""NCCL uses an empty GID on RoCE; the check reads the ports and GIDs that NCCL's variables select on this node."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ DEVICES = Path("/sys/class/infiniband")
 
 
 def reduce_over_card(ctx: Context) -> None:
-    """Both arms are this job. They differ in NCCL_IB_GID_INDEX alone, which NCCL reads from the environment."""
+    """Runs an all-reduce. The arms differ only in NCCL_IB_GID_INDEX, which NCCL reads from the environment."""
     if not any(port.active and port.layer == "Ethernet" for port in read_ports(DEVICES)):
-        raise Unavailable("no active RoCE port on this machine; on InfiniBand the GID index decides nothing")
+        raise Unavailable("this machine has no active RoCE port, and on InfiniBand the GID index has no effect")
     import torch
 
     ctx.reached()
@@ -43,7 +43,7 @@ def reduce_over_card(ctx: Context) -> None:
 
 @dataclass
 class Port:
-    """One port of an RDMA device as sysfs shows it; `gids` are index to (GID, type, network interface)."""
+    """A port of an RDMA device as sysfs shows it; `gids` maps an index to (GID, type, network interface)."""
 
     device: str
     number: str
@@ -68,73 +68,88 @@ def read_ports(root: Path) -> List[Port]:
             value = file_text(gid)
             if value.strip("0:") and gid.name.isdecimal() and is_address(value):
                 attributes = path / "gid_attrs"
-                kind, of = file_text(attributes / "types" / gid.name), file_text(attributes / "ndevs" / gid.name)
-                port.gids[int(gid.name)] = (value, kind, of)
+                kind, interface = (file_text(attributes / folder / gid.name) for folder in ("types", "ndevs"))
+                port.gids[int(gid.name)] = (value, kind, interface)
         result.append(port)
     return result
 
 
-def named(port: Port, rule: str) -> bool:
-    """Does NCCL_IB_HCA choose it? Prefixes, ^ to exclude, = for whole names, :1 for one port."""
-    but = rule.startswith("^")
-    exact = rule[but:].startswith("=")
-    for word in filter(None, rule[but + exact :].split(",")):
+def is_selected(port: Port, rule: str) -> bool:
+    """Does NCCL_IB_HCA select this port? It lists prefixes; ^ excludes them, = means whole names, :1 one port."""
+    excludes = rule.startswith("^")
+    exact = rule[excludes:].startswith("=")
+    for word in filter(None, rule[excludes + exact :].split(",")):
         device, _, number = word.partition(":")
         number = number.split(":")[0]
         if (port.device == device if exact else port.device.startswith(device)) and number in ("", port.number):
-            return not but
-    return but
+            return not excludes
+    return excludes
 
 
 def check(params: Mapping[str, object]) -> Finding:
-    """Ports, their link layers, and the GID behind NCCL_IB_GID_INDEX, for the devices that NCCL would use here."""
+    """Can NCCL use the ports and GIDs that its variables select here?"""
     root = Path(str(params["sysfs"]))
     set_by_user = {
         name: value for name in ("DISABLE", "HCA", "GID_INDEX") if (value := nccl_setting(f"NCCL_IB_{name}")[0])
     }
-    rule, index = set_by_user.get("HCA", ""), set_by_user.get("GID_INDEX", "")
+    rule = set_by_user.get("HCA", "")
     evidence = [f"NCCL_IB_{name}={value}" for name, value in set_by_user.items()]
     if not (root.parent if root == DEVICES else root).is_dir():
-        return unknown(*evidence, f"{root} cannot be read here")
+        return unknown(*evidence, f"kb cannot read {root}")
     ports = read_ports(root)
     if not ports and rule and not rule.startswith("^"):
-        why = f"no RDMA device in {root}, so NCCL goes over TCP; in a container: is /dev/infiniband passed in?"
-        return exposed(*evidence, why, advice="remove the variable, or give the job its devices")
+        message = f"there is no RDMA device in {root}, so NCCL uses TCP"
+        advice = "remove NCCL_IB_HCA, or give the job its devices (in a container: pass /dev/infiniband in)"
+        return exposed(*evidence, message, advice=advice)
     if not ports:
         return unknown(
-            f"no RDMA device in {root}: NCCL goes over TCP here",
-            "whether this node should have one cannot be seen; ask in the job's own container and node",
+            f"there is no RDMA device in {root}, so NCCL uses TCP",
+            "kb cannot tell whether this node should have one",
+            advice="run this on the job's node, in its container",
         )
     evidence += [f"{port.name} {port.layer} {port.state}" for port in ports[:16]]
+    return judge_ports(ports, set_by_user, evidence, is_here=root == DEVICES)
+
+
+def judge_ports(ports: List[Port], set_by_user: Mapping[str, str], evidence: List[str], *, is_here: bool) -> Finding:
+    """Can NCCL open the ports that NCCL_IB_HCA selects, and are they active?"""
     other = [f"{name}={value}" for name in ("NCCL_NET", "NCCL_NET_PLUGIN") if (value := nccl_setting(name)[0])]
     if other and other != ["NCCL_NET=IB"] and "NCCL_NET_PLUGIN=none" not in other:
-        return unknown(*evidence, *other, "another network plugin, which may choose by rules of its own")
-    if set_by_user.get("DISABLE", "0") != "0":
-        return unknown(*evidence, "NCCL does not use these devices at all: TCP, many times slower")
-    if root == DEVICES and not list(Path("/dev/infiniband").glob("uverbs*")):
-        return exposed(
-            *evidence,
-            "/dev/infiniband is empty here: NCCL cannot open them",
-            advice="docker run --device /dev/infiniband",
+        return unknown(
+            *evidence, *other, "the job uses another network plugin, which may select ports by its own rules"
         )
+    if set_by_user.get("DISABLE", "0") != "0":
+        return unknown(*evidence, "NCCL_IB_DISABLE makes NCCL use TCP instead of these devices, many times slower")
+    if is_here and not list(Path("/dev/infiniband").glob("uverbs*")):
+        message = "/dev/infiniband is empty here, so NCCL cannot open the devices"
+        return exposed(*evidence, message, advice="docker run --device /dev/infiniband")
     fabric = [port for port in ports if port.layer in ("InfiniBand", "Ethernet")]
     if not fabric:
-        return unknown(*evidence, "no InfiniBand or RoCE among them: NCCL needs another network plugin for these")
-    chosen = [port for port in fabric if not rule or named(port, rule)]
-    if not chosen:
-        return exposed(*evidence, "NCCL_IB_HCA matches none of them, so NCCL goes over TCP", advice="ibstat -l")
-    used = [port for port in chosen if port.active]
+        return unknown(*evidence, "no port is InfiniBand or RoCE, so NCCL needs another network plugin")
+    rule = set_by_user.get("HCA", "")
+    selected = [port for port in fabric if not rule or is_selected(port, rule)]
+    if not selected:
+        return exposed(*evidence, "NCCL_IB_HCA matches none of these devices, so NCCL uses TCP", advice="ibstat -l")
+    used = [port for port in selected if port.active]
     named_devices = set(re.split(r"[=:,]", rule)) if not rule.startswith("^") else set()
     alive = {port.device for port in used}  # one port of two may have no cable
-    dead = [port.name for port in chosen if port.device in named_devices - alive]
+    dead = [port.name for port in selected if port.device in named_devices - alive]
     if dead:
-        what = f"named in NCCL_IB_HCA and not active: {', '.join(dead)}; NCCL leaves them out here, other nodes may not"
-        return exposed(*evidence, what, advice="ibstat: cable, switch port, subnet manager (State: Initializing)")
+        message = (
+            f"NCCL_IB_HCA names {', '.join(dead)}, not active here; NCCL skips inactive ports, other nodes may not"
+        )
+        advice = "run ibstat; check the cable, the switch port and the subnet manager (State: Initializing)"
+        return exposed(*evidence, message, advice=advice)
     if not used:
-        return unknown(*evidence, "no port is active, so NCCL goes over TCP", advice="ibstat, if they should be in use")
+        return unknown(*evidence, "no port is active, so NCCL uses TCP", advice="run ibstat if they should be in use")
+    return judge_gids(used, set_by_user.get("GID_INDEX", ""), evidence)
+
+
+def judge_gids(used: List[Port], index: str, evidence: List[str]) -> Finding:
+    """Do the Ethernet ports have the GID that NCCL will use?"""
     doubts = []
     if len({port.layer for port in used}) > 1:
-        doubts.append("InfiniBand and Ethernet ports are used together: name those of one fabric in NCCL_IB_HCA")
+        doubts.append("NCCL uses InfiniBand and Ethernet ports together: name those of one fabric in NCCL_IB_HCA")
     for port in used:
         if port.layer == "Ethernet":
             problem, is_certain = gid_problem(port, index)
@@ -144,40 +159,41 @@ def check(params: Mapping[str, object]) -> Finding:
     if doubts:
         return unknown(*evidence, *doubts, advice=ADVICE)
     if not index and any(port.layer == "Ethernet" for port in used) and (release := nccl_release()) < FINDS_GID:
-        what = f"NCCL {release[0]}.{release[1]}" if release else "an NCCL before 2.21 (none is installed as a package)"
-        return unknown(*evidence, f"{what} takes GID 0 when NCCL_IB_GID_INDEX is not set", advice=ADVICE)
+        nccl = f"NCCL {release[0]}.{release[1]}" if release else "an NCCL before 2.21 (kb found no package of NCCL)"
+        return unknown(*evidence, f"{nccl} uses GID 0 if NCCL_IB_GID_INDEX is not set", advice=ADVICE)
     return unknown(
         *evidence,
-        "in order on this node; compare the others. Whether the switches carry it (routing, MTU, PFC) only "
-        "ib_write_bw between two nodes shows",
+        "kb found no fault on this node; compare the other nodes",
+        "only ib_write_bw between two nodes shows whether the switches are set up (routing, MTU, PFC)",
     )
 
 
 FINDS_GID = (2, 21)
-
-
-ADVICE = "show_gids on every node; with NCCL 2.21 or newer remove NCCL_IB_GID_INDEX, else give the RoCE v2 GID of IPv4"
+ADVICE = (
+    "run show_gids on every node; with NCCL 2.21 or newer remove NCCL_IB_GID_INDEX, with an older NCCL set it to the "
+    "RoCE v2 GID with an IPv4 address"
+)
 
 
 def gid_problem(port: Port, index: str) -> Tuple[str, bool]:
-    """What is wrong with the GID that is used, and whether that is certain."""
+    """Returns what is wrong with the GID that NCCL will use, and whether that is certain."""
     if not port.gids:
-        return f"{port.name}: its GID table cannot be read here, or is empty", False
+        return f"{port.name}: the GID table is empty, or kb cannot read it", False
     if not re.fullmatch("[0-9]{1,4}", index):
         if any(kind == "RoCE v2" and is_ipv4(gid) for gid, kind, _ in port.gids.values()):
             return "", False
-        return f"{port.name}: no RoCE v2 GID with an IPv4 address, which NCCL 2.21 and newer look for", False
+        return f"{port.name} has no RoCE v2 GID with an IPv4 address, which NCCL 2.21 and newer look for", False
     if int(index) not in port.gids:
-        there = ", ".join(f"{at}: {gid} {kind} {of}" for at, (gid, kind, of) in sorted(port.gids.items())[:6])
-        return f"{port.name}: GID {index} is empty; there are {there}", True
-    gid, kind, of = port.gids[int(index)]
+        known = ", ".join(" ".join((f"{at}:", *gid)) for at, gid in sorted(port.gids.items())[:6])
+        return f"{port.name}: GID {index} is empty; its GIDs are {known}", True
+    gid, kind, interface = port.gids[int(index)]
     if ipaddress.ip_address(gid).is_link_local:
         return (
-            f"{port.name}: GID {index} is {gid} ({kind}, {of}), a link-local address, which no router forwards",
+            f"{port.name}: GID {index} is {gid} ({kind}, {interface}), a link-local address, which no router forwards",
             False,
         )
     if kind != "RoCE v2":
-        return f"{port.name}: GID {index} is {gid} ({kind}, {of}), not RoCE v2", False
+        return f"{port.name}: GID {index} is {gid} ({kind}, {interface}), not RoCE v2", False
     return "", False
 
 
@@ -197,7 +213,9 @@ OVER_THE_CARD = {"NCCL_NET": "IB", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": 
 probe = Probe(
     params={
         "sysfs": Param(
-            "path", "another node's: `cd /sys/class/infiniband && cp -r --parents */ports DIR`", str(DEVICES)
+            "path",
+            "a copy of another node's: `cd /sys/class/infiniband && cp -r --parents */ports DIR`",
+            str(DEVICES),
         )
     },
     check=check,
@@ -207,14 +225,14 @@ probe = Probe(
             control=Arm(
                 reduce_over_card,
                 expect=raised(r"ibv_(modify_qp|query_gid) failed|Got completion .*(error |status=)12"),
-                because="NCCL_IB_GID_INDEX=254, an entry of the GID table that is empty",
+                because="NCCL_IB_GID_INDEX=254 selects an empty entry of the GID table",
                 fidelity="hardware",
                 env={**OVER_THE_CARD, "NCCL_IB_GID_INDEX": "254"},
             ),
             treatment=Arm(
                 reduce_over_card,
                 expect=completed(),
-                because="the variable is not set, NCCL (2.21 and newer) finds the GID",
+                because="NCCL_IB_GID_INDEX is not set, so NCCL 2.21 and newer finds the GID itself",
                 fidelity="hardware",
                 env=OVER_THE_CARD,
             ),
