@@ -1,6 +1,6 @@
-"""Ranks and workers that each make a copy of what they could share exceed the memory limit, and one is killed.
+"""Ranks and workers copy data that they could share, exceed the memory limit, and the kernel kills one of them.
 
-A checkpoint, or the index of a dataset. A watcher acts as the kernel.
+The data is a checkpoint or the index of a dataset. A watcher thread stands in for the kernel.
 """
 
 import array
@@ -38,19 +38,19 @@ PROCESSES, MIB, LIMIT_MIB = 3, 48, 100
 
 
 def train(ctx: Context, *, shared: bool, workers: bool = False, frozen: bool = False) -> None:
-    """Three processes read 48 MiB each, all at the same time, under a limit of 100 MiB for all of them."""
+    """Three processes read 48 MiB each at the same time, under a common limit of 100 MiB."""
     import torch.multiprocessing as mp
 
     read = samples(shared) if workers else loader(ctx, shared)
     if frozen:
         gc.freeze()
-    weighed = ctx.dir / "weighed"
+    measured = ctx.dir / "measured"
 
     def work(number: int) -> None:
         assert read() == MIB << 17  # words of 8 bytes
         ctx.dir.joinpath("read-%d" % number).touch()
-        end = time.monotonic() + 25  # all hold what they have read, as ranks do until the model is on the GPU
-        while not (all_have_read(ctx) and weighed.exists()) and time.monotonic() < end:
+        end = time.monotonic() + 25  # keep the data in memory, as a rank does until its model is on the GPU
+        while not (all_have_read(ctx) and measured.exists()) and time.monotonic() < end:
             time.sleep(0.02)
 
     ctx.reached()
@@ -58,7 +58,7 @@ def train(ctx: Context, *, shared: bool, workers: bool = False, frozen: bool = F
     threading.Thread(target=watch, args=(ctx, job.pids()), daemon=True).start()
     while not job.join(timeout=15):
         pass
-    assert weighed.exists(), "nobody added up the memory of all three"
+    assert measured.exists(), "the watcher did not add up the memory of all three processes"
 
 
 def all_have_read(ctx: Context) -> bool:
@@ -66,7 +66,7 @@ def all_have_read(ctx: Context) -> bool:
 
 
 def loader(ctx: Context, shared: bool) -> Callable[[], int]:
-    """A checkpoint that every process loads: into memory of its own, or mapped from the file."""
+    """Loads a checkpoint into the memory of the process, or maps it from the file."""
     import torch
 
     def build() -> Any:
@@ -89,7 +89,9 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
         model.load_state_dict(state, assign=True)
-        assert {name: weight.dtype for name, weight in model.named_parameters()} != made, "each was assigned by itself"
+        assert {name: weight.dtype for name, weight in model.named_parameters()} != made, (
+            "the tied weights did not come apart"
+        )
         model.head.weight = model.embed.weight
         if {name: weight.dtype for name, weight in model.named_parameters()} != made:
             raise RuntimeError("weights came apart, or have another dtype in the file")
@@ -101,8 +103,8 @@ def loader(ctx: Context, shared: bool) -> Callable[[], int]:
     return read
 
 
-def save_again(ctx: Context, *, beside: bool) -> None:
-    """A model whose weights are mapped from a file is saved under the name of that file."""
+def save_again(ctx: Context, *, new_file: bool) -> None:
+    """Saves a model whose weights are mapped from a file, under the name of that file."""
     import torch
 
     path = ctx.path("model.pt")
@@ -111,7 +113,7 @@ def save_again(ctx: Context, *, beside: bool) -> None:
         model = torch.nn.Linear(1024, 1024, bias=False)
     model.load_state_dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True), assign=True)
     ctx.reached()
-    if beside:
+    if new_file:
         torch.save(model.state_dict(), path + ".new")
         os.replace(path + ".new", path)
     else:
@@ -120,7 +122,7 @@ def save_again(ctx: Context, *, beside: bool) -> None:
 
 
 def samples(shared: bool) -> Callable[[], int]:
-    """A dataset's index, made before the fork: strings, whose reference counts a reader writes, or one object."""
+    """A dataset's index, made before the fork: strings, whose reference counts change when read, or one object."""
     rows: Any = ["%01024d" % number for number in range(MIB << 10)]
     if not shared:
         return lambda: sum(len(row) for row in rows) >> 3
@@ -139,9 +141,9 @@ def samples(shared: bool) -> Callable[[], int]:
 
 
 def watch(ctx: Context, pids: List[int]) -> None:
-    """Act as the kernel: add up the private memory of these processes, and kill the largest beyond the limit."""
+    """Does what the kernel does: adds up the private memory of the processes, and kills the largest above the limit."""
     most = 0
-    while not ctx.dir.joinpath("weighed").exists():
+    while not ctx.dir.joinpath("measured").exists():
         is_last = all_have_read(ctx)
         sizes = {pid: private_kib(pid) for pid in pids}
         most = max(most, sum(sizes.values()) >> 10)
@@ -150,7 +152,7 @@ def watch(ctx: Context, pids: List[int]) -> None:
             os.kill(max(pids, key=lambda pid: sizes[pid]), signal.SIGKILL)
             return
         if is_last:
-            ctx.dir.joinpath("weighed").touch()
+            ctx.dir.joinpath("measured").touch()
         time.sleep(0.01)
 
 
@@ -159,7 +161,7 @@ def private_kib(pid: int) -> int:
     return int(match.group(1)) if match else 0
 
 
-# --- the check: the limit that counts here, whether it has killed before, and a sum --------------------------------
+# --- the check: the limit of this process, earlier kills under that limit, and what the job needs ----------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -169,25 +171,25 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = ["%.1f of %.1f GiB are free" % (free, limit)]
     host = meminfo("MemTotal")
     if limit < host * 0.98:
-        evidence[0] += " in this container or job; the host's %.0f GiB, which psutil and htop show, do not count" % host
+        evidence[0] += " in this container or job; it cannot use the host's %.0f GiB, which psutil and htop show" % host
     need, most, message = needed(params)
     if message:
         evidence.append(message)
     if kills:
-        evidence.append("the kernel has killed %d processes of this cgroup for memory already" % kills)
+        evidence.append("the kernel has already killed %d processes of this cgroup for memory" % kills)
     if need > free:
-        return exposed(*evidence, advice="share or map what is loaded, offload less, or ask for more memory")
+        return exposed(*evidence, advice="share or map the data that ranks load, offload less, or request more memory")
     if kills:
-        return exposed(*evidence, advice="look for the victim: dmesg -T | grep -i 'killed process'")
+        return exposed(*evidence, advice="look for the killed process: dmesg -T | grep -i 'killed process'")
     if most > free * 0.7:
-        return unknown(*evidence, "that leaves little: pinned buffers, data, workers and other jobs come on top")
+        return unknown(*evidence, "little memory is left for pinned buffers, data, workers and other jobs")
     if need > 0:
-        return clear(*evidence, "pinned buffers, data and workers come on top")
+        return clear(*evidence, "pinned buffers, data and workers need memory as well")
     return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --set config=ds.json --set billions=7")
 
 
 def needed(params: Mapping[str, Any]) -> Tuple[float, float, str]:
-    """GiB that the job needs, at least and at most, and how that was computed; 0 without information about the job."""
+    """GiB that the job needs, at least and at most, and the calculation; 0 without information about the job."""
     ranks = params["ranks"]
     if params["per_rank_gib"] is not None:
         need = ranks * params["per_rank_gib"]
@@ -199,29 +201,25 @@ def needed(params: Mapping[str, Any]) -> Tuple[float, float, str]:
     except UnreadableConfig as error:
         return 0, 0, str(error)
     if kind != "deepspeed":
-        return 0, 0, "%s is not a configuration of DeepSpeed" % params["config"]
+        return 0, 0, "%s is not a DeepSpeed configuration" % params["config"]
     zero = values.get("zero_optimization")
     billions = params["billions"]
     if not isinstance(zero, dict) or not offloaded(zero, "optimizer"):
-        return 0, 0, "%s offloads no optimizer to the CPU" % params["config"]
+        return 0, 0, "%s does not offload the optimizer to the CPU" % params["config"]
     if billions is None:
-        return (
-            0,
-            0,
-            "optimizer states are offloaded to the CPU: --set billions=N says how many parameters the model has",
-        )
+        return 0, 0, "the job offloads its optimizer to the CPU: --set billions=N gives the model's parameters in 10^9"
     least = 18 if offloaded(zero, "param") else 16
-    whole = max(4 * ranks, least)  # each rank makes the whole model before it is split
+    whole = max(4 * ranks, least)  # if each rank makes the whole model before DeepSpeed splits it
     if zero.get("stage") != 3:
         least = whole = max(4 * ranks, 16)
     need, most = (billions * 1e9 * bytes_each * 1.5 / (1 << 30) for bytes_each in (least, whole))
-    message = "%g x 10^9 parameters x %d bytes x 1.5 = %.0f GiB by DeepSpeed's own estimate, one node" % (
+    message = "%g x 10^9 parameters x %d bytes x 1.5 = %.0f GiB on one node, by DeepSpeed's own estimate" % (
         billions,
         least,
         need,
     )
     if whole > least:
-        message += "; %.0f GiB if each rank makes the whole model first" % most
+        message += "; %.0f GiB if each rank makes the whole model before DeepSpeed splits it" % most
     return need, most, message
 
 
@@ -231,7 +229,7 @@ def offloaded(zero: Dict[str, Any], what: str) -> bool:
 
 
 def limits() -> Tuple[float, float, int]:
-    """GiB of the tightest limit of this process, GiB free under it, and how many processes it has killed."""
+    """The tightest limit of this process in GiB, the GiB that are free, and the kills of this cgroup."""
     host, free, kills = meminfo("MemTotal"), meminfo("MemAvailable"), 0
     limit = host
     for path in re.findall(r"^\d+:(?:.*memory.*)?:(/.*)$", file_text("/proc/self/cgroup"), re.M):
@@ -245,9 +243,9 @@ def limits() -> Tuple[float, float, int]:
                     continue
                 cache = re.search(r"^(?:total_)?inactive_file (\d+)", file_text(group / "memory.stat"), re.M)
                 used -= int(cache.group(1)) / (1 << 30) if cache else 0
-                # a wider group may be the fuller one: other jobs are in it too
+                # an outer group may have less memory free, because other jobs are in it too
                 limit, free = min(limit, at_most), min(free, at_most - used)
-            # in a container /sys/fs/cgroup is the container's own group, and the path may be that of the host
+            # in a container /sys/fs/cgroup is the container's group, and the path may be one of the host
             folder = root + path if Path(root + path).is_dir() else root
             events = "\n".join(map(file_text, (folder + "/memory.events", folder + "/memory.oom_control")))
             count = re.search(r"^oom_kill (\d+)", events, re.M)
@@ -265,18 +263,18 @@ def meminfo(name: str) -> float:
     return int(match.group(1)) / (1 << 20) if match else 0
 
 
-COPIES = "three processes make a copy of the same 48 MiB each, under a limit of 100 MiB"
-LISTED = "three workers, forked, read a list of strings, and so copy it, under a limit of 100 MiB"
-PLAYED = "the kernel's OOM killer, which a watcher of ours plays"
+COPIES = "three processes each load the same 48 MiB into their own memory, under a limit of 100 MiB"
+LISTED = "three forked workers copy a list of 48 MiB by reading its strings, under a limit of 100 MiB"
+WATCHER = "the kernel's OOM killer; a watcher thread of the probe kills the process"
 
 
-def experiment(name: str, because: str, fix: str, **words: Any) -> Experiment:
+def experiment(name: str, because: str, fix: str, **options: Any) -> Experiment:
     terminated = raised(r"process \d+ terminated with signal SIGKILL")
-    control, treatment = partial(train, shared=False, **words), partial(train, shared=True, **words)
+    control, treatment = partial(train, shared=False, **options), partial(train, shared=True, **options)
     return Experiment(
         name=name,
-        control=Arm(control, terminated, because=because, fidelity="stand-in", stands_for=PLAYED),
-        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=PLAYED),
+        control=Arm(control, terminated, because=because, fidelity="stand-in", stands_for=WATCHER),
+        treatment=Arm(treatment, completed(), because=fix, fidelity="stand-in", stands_for=WATCHER),
         world_size=1,
         needs=Needs(packages={"torch": ">=2.1"}),
         deadline_s=60,
@@ -284,15 +282,15 @@ def experiment(name: str, because: str, fix: str, **words: Any) -> Experiment:
     )
 
 
-MAPPED = "the same three processes map it from the file: torch.load(mmap=True)"
-PACKED = "the index is one object, pickled rows in a bytes object with the offsets beside it"
+MAPPED = "the three processes map the same file with torch.load(mmap=True)"
+PACKED = "the index is one bytes object of pickled rows with an array of offsets, so reading copies nothing"
 
 probe = Probe(
     check=check,
     params={
         "config": Param("path", "your DeepSpeed configuration, for the check"),
-        "billions": Param("float", "parameters of your model in 10^9, for the check"),
-        "per_rank_gib": Param("float", "what one rank loads into memory at a time in GiB, for the check"),
+        "billions": Param("float", "number of parameters of your model in 10^9, for the check"),
+        "per_rank_gib": Param("float", "GiB that one rank loads into host memory at a time, for the check"),
         "ranks": Param("int", "ranks on this machine, for the check", 8),
     },
     experiments=(experiment("watched", COPIES, MAPPED),),
@@ -300,23 +298,23 @@ probe = Probe(
         experiment("index", LISTED, PACKED, workers=True),
         experiment(
             "gc-freeze",
-            LISTED + "; gc.freeze() came first",
-            PACKED + "; gc.freeze() as well",
+            "gc.freeze() ran before the fork, but three workers copy a list of 48 MiB by reading its strings",
+            "gc.freeze() ran before the fork, and the index is one bytes object of pickled rows",
             workers=True,
             frozen=True,
         ),
         Experiment(
             name="saved-over",
             control=Arm(
-                partial(save_again, beside=False),
+                partial(save_again, new_file=False),
                 killed("SIGBUS"),
-                because="torch.save empties the file from which the weights are still read",
+                because="torch.save empties the file that the weights are mapped from",
                 fidelity="cpu",
             ),
             treatment=Arm(
-                partial(save_again, beside=True),
+                partial(save_again, new_file=True),
                 completed(),
-                because="the new file takes the name once it is whole; the old one stays until nobody maps it",
+                because="torch.save writes a new file, which os.replace renames; the mapping keeps the old file",
                 fidelity="cpu",
             ),
             world_size=1,

@@ -1,4 +1,4 @@
-"""A rank whose batch has no image skips the vision tower, and the others gather and reduce the tower without it."""
+"""A rank whose batch has no image skips the vision tower, which the other ranks gather and reduce without it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from kb.probe import (
 )
 
 
-def sharded(ctx: Context, *, dummy: str = "", own_units: bool = True, tower: str = "") -> None:
-    """FSDP, the text layers wrapped one by one, and the tower's too, or these left in the root unit."""
+def sharded(ctx: Context, *, dummy: str = "", tower_units: bool = True, tower: str = "") -> None:
+    """FSDP with a unit for each text layer; tower layers are units too, or without `tower_units` part of the root."""
     import torch
 
     ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     model, text, image = model_and_batch(ctx, dummy, tower)
-    expected = [model(text, image).detach(), model(text, None).detach()]  # not sharded yet
-    model = shard(ctx, model, [model.visual, model.text] if own_units else [model.text])
+    expected = [model(text, image).detach(), model(text, None).detach()]  # every rank still has the whole weights
+    model = shard(ctx, model, [model.visual, model.text] if tower_units else [model.text])
     ctx.reached()
     without = ctx.rank == 1
     step(ctx, model, (text, None if without else image), expected[without], torch.Tensor.backward)
@@ -40,7 +40,7 @@ def sharded(ctx: Context, *, dummy: str = "", own_units: bool = True, tower: str
 
 
 def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
-    """FSDP2, or FSDP1 before torch 2.7, whose FSDP2 wants CUDA: each layer of the stacks is a unit."""
+    """Makes each layer of the stacks a unit of FSDP2, or of FSDP1 before torch 2.7, whose FSDP2 needs CUDA."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
@@ -63,7 +63,7 @@ def shard(ctx: Context, model: Any, stacks: Sequence[Any]) -> Any:
 
 
 def zero(ctx: Context, *, dummy: str = "", stage: int = 3, tower: str = "") -> None:
-    """DeepSpeed itself, on CPU and gloo, without its compiled operators."""
+    """DeepSpeed on CPU and gloo, without its compiled operators."""
     import torch
 
     deepspeed = import_deepspeed()
@@ -87,16 +87,16 @@ def zero(ctx: Context, *, dummy: str = "", stage: int = 3, tower: str = "") -> N
 
 
 def model_and_batch(ctx: Context, dummy: str, tower: str) -> Tuple[Any, Any, Any]:
-    """A model whose forward needs the tower only with an image; `dummy` is what it does without one."""
+    """A model whose forward calls the tower if there is an image; `dummy` says what it does without one."""
     import torch
     from torch import nn
 
     tower = tower or ctx.params["tower"]
-    assert tower in ("trained", "frozen"), "tower is trained or frozen"
+    assert tower in ("trained", "frozen"), "tower must be trained or frozen"
     text, image = torch.randn(2, 2, 8, generator=torch.Generator().manual_seed(0)).to(ctx.device)
     dummy_pixels = torch.zeros_like(image)
     if dummy in ("once", "padded"):
-        image = torch.stack([image, image])  # two images, for each of which the forward calls the tower
+        image = torch.stack([image, image])  # the forward calls the tower for each of the two images
 
     class VisionLanguage(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -123,6 +123,7 @@ def model_and_batch(ctx: Context, dummy: str, tower: str) -> Tuple[Any, Any, Any
 
 
 def step(ctx: Context, model: Any, batch: Tuple[Any, Any], expected: Any, backward: Any) -> None:
+    """Runs one forward and backward; the error of a collective also says if the output was wrong before."""
     wrong = ""
     try:
         output = model(*batch)
@@ -131,26 +132,26 @@ def step(ctx: Context, model: Any, batch: Tuple[Any, Any], expected: Any, backwa
         if error > 1e-4:
             wrong = f" Before that, without an error: the output is off by {error:.3f}."
         backward(output.sum())
-    except RuntimeError as failure:  # gloo; with nccl the watchdog ends the process
+    except RuntimeError as failure:  # from gloo; with nccl the watchdog ends the process
         raise RuntimeError(f"{failure}.{wrong}") from failure
     assert not wrong, wrong
 
 
-# --- the check: does the user's data mix samples with and without an image? -------------------------------------
+# --- the check: does the data mix samples with and without an image? ---------------------------------------------
 
 MEDIA = {"image", "images", "video", "videos", "audio", "audios", "pixel_values", "image_url", "image_path"}
-LARGEST = 64 << 20  # bytes of a JSON document that is read as a whole
+LARGEST = 64 << 20  # bytes of a JSON document that the check reads as a whole
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Count the samples of a JSON or JSONL file with and without an image, video or audio."""
+    """Counts the samples of a JSON or JSONL file with and without an image, video or audio."""
     data = params["data"]
     if data is None or not data.is_file():
-        why = "no data was named to look into" if data is None else f"there is no file {data}"
+        why = "no data was named" if data is None else f"there is no file {data}"
         return unknown(why, advice="--set data=train.json, a JSON list or JSON lines")
     counts = [0, 0]
     end = time.monotonic() + 0.5
-    whole = True
+    complete = True
     try:
         with data.open(encoding="utf-8") as lines:
             if lines.read(1) == "[":
@@ -163,27 +164,27 @@ def check(params: Mapping[str, Any]) -> Finding:
                 lines.seek(0)
                 for line in lines:
                     if time.monotonic() > end:
-                        whole = False
+                        complete = False
                         break
                     if line.strip():
                         counts[has_media(json.loads(line))] += 1
     except (OSError, ValueError, RecursionError) as error:
-        return unknown(f"{data} cannot be read as JSON: {str(error)[:200]}")
+        return unknown(f"kb cannot read {data} as JSON: {str(error)[:200]}")
     text, media = counts
-    seen = f"{media} samples with and {text} without an image, video or audio"
+    samples = f"{media} samples with and {text} without an image, video or audio"
     if text and media:
         return exposed(
-            seen + "; it matters where the tower is sharded, as by ZeRO-3 and FSDP, or trained with ZeRO-1 or 2",
+            samples + "; this hangs a job whose tower is sharded (ZeRO-3, FSDP) or trained with ZeRO-1 or 2",
             advice="give text-only samples a dummy image, or leave a frozen tower whole on every GPU",
         )
-    if not whole or not text + media:
-        rest = () if whole else ("the rest was not read",)
-        return unknown(seen if text + media else f"no sample in {data}", *rest)
-    return unknown(seen, "what the collator drops, truncation cuts off, or another key names cannot be seen here")
+    if not complete or not text + media:
+        rest = () if complete else ("kb did not have time to read the rest",)
+        return unknown(samples if text + media else f"no sample in {data}", *rest)
+    return unknown(samples, "kb cannot see media under other keys, or samples that lose them in the collator")
 
 
 def has_media(sample: Any) -> bool:
-    """A non-empty key that names media, at any depth: `images: [..]`, `{"type": "image", ..}`."""
+    """Whether a sample names media at any depth: `images: [..]`, `{"type": "image", ..}`."""
     waiting: List[Any] = [sample]
     while waiting:
         item = waiting.pop()
@@ -197,12 +198,12 @@ def has_media(sample: Any) -> bool:
 
 
 LOST = rf"{GLOO_TIMEOUT}|Connection (closed|reset) by peer"
-GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
+GLOO = raised(  # the rank with the wrong output times out, or loses the connection to the rank that timed out
     rf"({LOST}).*Before that, without an error: the output is off",
     after=LOST,
 )
 TIMEOUT = raised(LOST)
-SKIPS = "rank 1 has no image and skips the tower, so its gathers of text layers meet rank 0's of the tower"
+SKIPS = "rank 1 has no image and skips the tower, so its gathers of text layers pair with rank 0's of the tower"
 ENTERS = "rank 1 sends a dummy image through the tower and adds the result times zero"
 
 gloo = Experiment(
@@ -216,7 +217,7 @@ dropped = Experiment(
     control=Arm(
         partial(sharded, dummy="dropped", tower="trained"),
         expect=TIMEOUT,
-        because="rank 1 sends the dummy through the tower and drops the result, so it reduces no gradient of the tower",
+        because="rank 1 drops the result of the tower for the dummy image, so it reduces no gradients of the tower",
         fidelity="cpu",
     ),
     treatment=Arm(partial(sharded, dummy="added", tower="trained"), expect=completed(), because=ENTERS, fidelity="cpu"),
@@ -227,13 +228,13 @@ loop = Experiment(
     control=Arm(
         partial(sharded, dummy="once"),
         expect=GLOO,
-        because="rank 0 calls the tower for each of its two images, rank 1 once with the dummy",
+        because="rank 0 calls the tower for each of its two images, rank 1 only once with a dummy image",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(sharded, dummy="padded"),
         expect=completed(),
-        because="rank 1 calls the tower with a dummy as often as rank 0",
+        because="rank 1 calls the tower with a dummy image as often as rank 0 with its images",
         fidelity="cpu",
     ),
     expected_s=(2.4, 0.4),
@@ -241,13 +242,13 @@ loop = Experiment(
 frozen = Experiment(
     name="frozen",
     control=Arm(
-        partial(sharded, own_units=True, tower="frozen"),
+        partial(sharded, tower_units=True, tower="frozen"),
         expect=TIMEOUT,
-        because="the tower is frozen and sharded in units of its own, which rank 1 does not gather",
+        because="the frozen tower is sharded in separate units, which rank 1 does not gather",
         fidelity="cpu",
     ),
     treatment=Arm(
-        partial(sharded, own_units=False, tower="frozen"),
+        partial(sharded, tower_units=False, tower="frozen"),
         expect=completed(),
         because="the frozen tower is part of the root unit, which every rank gathers",
         fidelity="cpu",
@@ -257,13 +258,13 @@ frozen = Experiment(
 root_unit = Experiment(
     name="root-unit",
     control=Arm(
-        partial(sharded, own_units=False, tower="trained"),
+        partial(sharded, tower_units=False, tower="trained"),
         expect=TIMEOUT,
-        because="the trained tower is part of the root unit, of which the ranks then reduce other gradients",
+        because="the trained tower is part of the root unit, and rank 1 has no gradients of the tower to reduce",
         fidelity="cpu",
     ),
     treatment=Arm(
-        partial(sharded, own_units=False, tower="trained", dummy="added"),
+        partial(sharded, tower_units=False, tower="trained", dummy="added"),
         expect=completed(),
         because=ENTERS,
         fidelity="cpu",
@@ -303,7 +304,7 @@ zero2 = Experiment(
 
 probe = Probe(
     params={
-        "tower": Param("str", "the vision tower is trained or frozen", "trained"),
+        "tower": Param("str", "whether the vision tower is trained or frozen", "trained"),
         "data": Param("path", "your training data, a JSON list or JSON lines, for the check"),
     },
     check=check,

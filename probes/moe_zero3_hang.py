@@ -1,7 +1,7 @@
-"""An expert is gathered only where a token chose it, so ranks with other tokens gather other experts.
+"""A rank gathers an expert only if one of its tokens chose it, so ranks with different tokens gather different experts.
 
-The first collectives that meet have one size and complete: an expert is put together from pieces of another one, and
-the output is wrong without an error. The hang comes afterwards, when one rank has a call left.
+The first collectives that meet have the same size and complete: a rank assembles an expert from pieces of another one,
+and its output is wrong without an error. The hang comes afterwards, when one rank has a call left.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kb.training_config import UnreadableConfig, read_config
 
 
 def sharded(ctx: Context, *, every_expert: bool, same_number: bool = False) -> None:
-    """FSDP with a unit for each expert, which gathers it by itself, as ZeRO-3 does."""
+    """FSDP with a unit for each expert, which gathers that expert alone, as ZeRO-3 does."""
     import torch
 
     ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
     model, x = model_and_tokens(ctx, every_expert, same_number)
-    expected = model(x).detach()  # the same weights on every rank, not sharded yet
+    expected = model(x).detach()  # every rank still has the whole weights
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):  # FSDP2 on the CPU fails there
         from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -56,7 +56,7 @@ def sharded(ctx: Context, *, every_expert: bool, same_number: bool = False) -> N
 
 
 def whole_block(ctx: Context, *, unused_too: bool) -> None:
-    """FSDP2 with one unit for all experts of the block; an expert without a gradient is reduced too, or left out."""
+    """FSDP2 with one unit for all experts of the block; it reduces an expert without a gradient, or leaves it out."""
     import torch
 
     ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
@@ -78,11 +78,10 @@ def fully_shard(ctx: Context, modules: Sequence[Any]) -> None:
         fsdp.fully_shard(module, mesh=mesh)
 
 
-def expert_parallel(ctx: Context, *, connected: bool) -> None:
-    """Each rank has one expert; the tokens of both go to rank 0's. Is what rank 1 returns connected to its input?"""
+def token_exchange() -> Any:
+    """An all-to-all of tokens whose backward is an all-to-all of their gradients."""
     import torch
-
-    dist = ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    import torch.distributed as dist
 
     class Exchange(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
@@ -99,25 +98,34 @@ def expert_parallel(ctx: Context, *, connected: bool) -> None:
             dist.all_to_all_single(result, gradient.contiguous(), sent, received)
             return result, None, None
 
+    return Exchange.apply
+
+
+def expert_parallel(ctx: Context, *, connected: bool) -> None:
+    """Each rank has one expert, and rank 0's expert gets all tokens. With `connected`, rank 1 calls its expert too."""
+    import torch
+
+    ctx.init_process_group(timeout_s=5 if ctx.backend == "nccl" else 2)
+    exchange = token_exchange()
     torch.manual_seed(0)
     before, expert = torch.nn.Linear(8, 8).to(ctx.device), torch.nn.Linear(8, 8).to(ctx.device)
     tokens = torch.ones(2, 8, device=ctx.device)
-    arriving = [2, 2] if ctx.rank == 0 else [0, 0]
+    received = [2, 2] if ctx.rank == 0 else [0, 0]
     ctx.reached()
     hidden = before(tokens)
-    expert_input = Exchange.apply(hidden, [2, 0], arriving)
+    expert_input = exchange(hidden, [2, 0], received)
     if len(expert_input) or connected:
         expert_output = expert(expert_input)  # without tokens: an empty batch
     else:
         expert_output = torch.empty(0, 8, device=ctx.device)
-    output = hidden + Exchange.apply(expert_output, arriving, [2, 0])
+    output = hidden + exchange(expert_output, received, [2, 0])
     output.sum().backward()
     ctx.meet("trained", timeout_s=15)
     assert before.weight.grad is not None
 
 
 def zero3(ctx: Context, *, leaf: bool) -> None:
-    """DeepSpeed itself, on CPU and gloo, without its compiled operators."""
+    """DeepSpeed on CPU and gloo, without its compiled operators."""
     import torch
 
     deepspeed = import_deepspeed()
@@ -143,7 +151,7 @@ def zero3(ctx: Context, *, leaf: bool) -> None:
 
 
 def model_and_tokens(ctx: Context, every_expert: bool, same_number: bool = False) -> Tuple[Any, Any]:
-    """Rank 0's two tokens choose expert 0, rank 1's one expert each, or with `same_number` both expert 1."""
+    """Rank 0's tokens choose expert 0. Rank 1's choose expert 0 and expert 1, or with `same_number` both expert 1."""
     import torch
     from torch import nn
 
@@ -161,13 +169,14 @@ def model_and_tokens(ctx: Context, every_expert: bool, same_number: bool = False
                 total = total.index_add(0, rows, expert(x[rows]))  # with no rows: an empty batch
             return total
 
-    chosen = (ctx.rank if same_number else 0, ctx.rank)  # what a router would say
+    chosen = (ctx.rank if same_number else 0, ctx.rank)  # the router's choice for each token
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Moe(), nn.Linear(8, 8)).to(ctx.device)
     return model, torch.randn(2, 8).to(ctx.device)
 
 
 def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None:
+    """Runs one forward and backward; raises `Symptom` if the output is wrong and nothing else fails."""
     wrong = ""
     try:
         output = model(x)
@@ -176,22 +185,26 @@ def step(ctx: Context, model: Any, x: Any, expected: Any, backward: Any) -> None
         if error > 1e-4:
             wrong = f" Before that, without an error: the output is off by {error:.3f}."
         backward(output.sum())
-    except RuntimeError as failure:  # gloo; with nccl the watchdog ends the process
+    except RuntimeError as failure:  # from gloo; with nccl the watchdog ends the process
         raise RuntimeError(f"{failure}.{wrong}") from failure
     ctx.meet("trained", timeout_s=15)  # the rank with fewer calls is alive and busy elsewhere, as in training
     if wrong:
         raise Symptom(f"the step is done, without an error: the output is off by {error:.3f}")
 
 
-# --- the check: ZeRO-3, a model with experts, and nothing that gathers them together? ----------------------------
+# --- the check: does ZeRO-3 train a model with experts that no leaf module gathers together? ---------------------
 
 LEAVES_BY_DEFAULT = ("mixtral", "qwen2_moe", "qwen3_moe")  # DeepSpeed 0.18 and later, the classes of transformers
-PACKED = re.compile("gpt_oss|granitemoe|jetmoe|llama4|qwen3_vl_moe")  # one module has all experts, before 5 too
-ALL_EXPERTS = {"mixtral": (4, 52), "qwen2_moe": (4, 52), "qwen3_moe": (4, 53)}  # from 4.40 to before it all experts run
+PACKED = re.compile("gpt_oss|granitemoe|jetmoe|llama4|qwen3_vl_moe")  # one module has all experts in transformers 4 too
+ALL_EXPERTS = {
+    "mixtral": (4, 52),
+    "qwen2_moe": (4, 52),
+    "qwen3_moe": (4, 53),
+}  # 4.40 up to this release run all experts
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read the DeepSpeed or accelerate configuration and the model's config.json; look up the installed releases."""
+    """Reads the DeepSpeed or accelerate configuration, the model's config.json and the installed releases."""
     if params["config"] is None or params["model"] is None:
         return unknown("no training configuration and model were named", advice="--set config=ds.json --set model=DIR")
     try:
@@ -204,41 +217,51 @@ def check(params: Mapping[str, Any]) -> Finding:
     configs = [model, inner] if isinstance(inner, dict) else [model]
     experts = next((config[key] for config in configs for key in keys if key in config), 0)
     kind, own_code = str(model.get("model_type")), bool(model.get("auto_map"))
-    evidence = f"ZeRO stage {stage}; {kind} with {experts or 'no'} experts{', code of its own' if own_code else ''}"
+    evidence = f"ZeRO stage {stage}; {kind} with {experts or 'no'} experts{', with custom code' if own_code else ''}"
     if stage != 3:
-        return unknown(evidence, "only stage 3 gathers weights; gradients of unused experts are another matter")
+        return unknown(evidence, "only stage 3 gathers weights; the check does not cover gradients of unused experts")
     if not experts and (own_code or kind == "None" or re.search(r"moe|mixtral|expert", json.dumps(model).lower())):
-        return unknown(evidence, "the configuration does not say how many, under any name that is known here")
+        return unknown(evidence, "kb knows no field of this model's configuration that says how many experts it has")
     if not experts:
         return clear(evidence)
     if leaves:
-        return unknown(evidence, f"leaf modules are named: {leaves}", advice="they must be classes of this model")
+        advice = "make sure that these are classes of this model"
+        return unknown(evidence, f"the configuration names leaf modules: {leaves}", advice=advice)
     transformers, deepspeed = release("transformers"), release("deepspeed")
     installed = f"transformers {transformers or 'not installed'}, DeepSpeed {deepspeed or 'not installed'}"
     if not own_code and kind in LEAVES_BY_DEFAULT and deepspeed >= (0, 18):
-        return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by itself")
+        return clear(evidence, installed, "DeepSpeed makes the expert blocks of this model leaf modules by default")
     if not own_code and not transformers:
-        return unknown(evidence, installed, "transformers releases differ in it", advice="run this in the job's Python")
+        advice = "run this check with --python, for the interpreter of the job"
+        return unknown(evidence, installed, "the answer depends on the release of transformers", advice=advice)
     if not own_code and kind in ALL_EXPERTS and (4, 40) <= transformers < ALL_EXPERTS[kind]:
-        return unknown(evidence, installed, "this release runs every expert of it; copies in other code may not")
+        return unknown(
+            evidence, installed, "this transformers runs every expert of the model; a copy of its code may not"
+        )
     if not own_code and (transformers >= (5, 0) or PACKED.match(kind)):
-        return unknown(evidence, installed, "transformers may pack the experts of this model: look for `experts.0`")
+        advice = "print the names of its modules: without `experts.0` among them, the model is not affected"
+        return unknown(
+            evidence, installed, "transformers may keep all experts of this model in one module", advice=advice
+        )
     return exposed(
-        evidence, installed, "no leaf module is named there", advice="make the MoE block one, if the code does not"
+        evidence,
+        installed,
+        "the configuration names no leaf module",
+        advice="make the MoE block a leaf module, unless the code already does",
     )
 
 
 def zero_stage(config: Any) -> Tuple[Any, Any]:
-    """The stage, and the leaf modules in the configuration."""
+    """The ZeRO stage and the leaf modules that the configuration names."""
     values: Dict[str, Any] = config.values
     if config.kind == "arguments":
         inside = values.get("deepspeed")
         if not isinstance(inside, dict):
-            raise ValueError("the arguments hold no DeepSpeed configuration: name the file that they point to")
+            raise ValueError("the file contains no DeepSpeed configuration: name the file that it points to")
         values = inside
     inner = values.get("deepspeed_config" if config.kind == "accelerate" else "zero_optimization") or {}
     if not isinstance(inner, dict):
-        raise ValueError("the configuration of ZeRO is no mapping")
+        raise ValueError("the ZeRO configuration is not a mapping")
     if config.kind == "accelerate":
         return inner.get("zero_stage", 0), inner.get("deepspeed_moe_layer_cls_names")
     return inner.get("stage", 0), inner.get("leaf_module")
@@ -247,17 +270,17 @@ def zero_stage(config: Any) -> Tuple[Any, Any]:
 def model_config(path: Path) -> Dict[str, Any]:
     document = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     if not isinstance(document, dict):
-        raise ValueError(f"{path} holds no model configuration")
+        raise ValueError(f"{path} contains no model configuration")
     return document
 
 
 LOST = rf"{GLOO_TIMEOUT}|Connection (closed|reset) by peer"
-GLOO = raised(  # the rank whose output is wrong times out, or loses the other one that did
+GLOO = raised(  # the rank with the wrong output times out, or loses the connection to the rank that timed out
     rf"({LOST}).*Before that, without an error: the output is off",
     after=LOST,
 )
-SOME = "only rank 1 has a token for expert 1, so its calls meet other calls of rank 0, and its last ones none"
-ALL = "each rank runs each expert, if need be on an empty batch, so all ranks gather the same experts in one order"
+SOME = "only rank 1 gathers expert 1, so its calls pair with different calls of rank 0, and the last ones with none"
+ALL = "every rank calls every expert, even on an empty batch, so all ranks gather the same experts in order"
 
 gloo = Experiment(
     name="gloo",
@@ -266,14 +289,14 @@ gloo = Experiment(
         expect=GLOO,
         because=SOME,
         fidelity="stand-in",
-        stands_for="DeepSpeed ZeRO-3; for FSDP2 with each expert wrapped by itself this is the real thing",
+        stands_for="DeepSpeed ZeRO-3; for FSDP2 with a unit for each expert this is the real mechanism",
     ),
     treatment=Arm(
         partial(sharded, every_expert=True),
         expect=completed(),
         because=ALL,
         fidelity="stand-in",
-        stands_for="DeepSpeed ZeRO-3; the model's own code is changed, as it would be there",
+        stands_for="DeepSpeed ZeRO-3; the fix changes the code of the model, as it would with DeepSpeed",
     ),
     expected_s=(2.4, 0.4),
 )
@@ -282,7 +305,7 @@ silent = Experiment(
     control=Arm(
         partial(sharded, every_expert=False, same_number=True),
         expect=symptom(r"the step is done, without an error: the output is off by \d"),
-        because="each rank uses one expert, but another one, so every call meets a call of the same size",
+        because="the ranks use different experts but equally many, so every call pairs with one of the same size",
         fidelity="cpu",
     ),
     treatment=Arm(
@@ -295,13 +318,13 @@ one_unit = Experiment(
     control=Arm(
         partial(whole_block, unused_too=False),
         expect=raised(rf"{LOST}|op\.preamble\.length <= op\.nbytes"),
-        because="the block is one unit, and the expert that rank 0 does not use is left out of its reduction",
+        because="the block is one unit, and rank 0 leaves the expert that it does not use out of its reduction",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(whole_block, unused_too=True),
         expect=completed(),
-        because="set_reduce_scatter_unused_params(True): zeros are reduced for the expert without a gradient",
+        because="with set_reduce_scatter_unused_params(True), FSDP2 reduces zeros for an expert without a gradient",
         fidelity="cpu",
     ),
     needs=Needs(packages={"torch": ">=2.13"}),
@@ -312,13 +335,13 @@ parallel = Experiment(
     control=Arm(
         partial(expert_parallel, connected=False),
         expect=raised(LOST),
-        because="rank 1 got no token and returns a fresh tensor, so it makes no all-to-all in its backward pass",
+        because="rank 1 received no token and returns a fresh tensor, so its backward makes no all-to-all",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(expert_parallel, connected=True),
         expect=completed(),
-        because="rank 1 calls its expert on no rows, whose output depends on it: its backward has the same calls",
+        because="rank 1 calls its expert on an empty batch, so its backward makes the same calls as rank 0's",
         fidelity="cpu",
     ),
     expected_s=(2.4, 0.3),
@@ -330,7 +353,7 @@ deepspeed_on_cpu = Experiment(
     treatment=Arm(
         partial(zero3, leaf=True),
         expect=completed(),
-        because="the MoE block is a leaf module: ZeRO-3 gathers and reduces all its experts together on every rank",
+        because="the MoE block is a leaf module, so every rank gathers and reduces all its experts together",
         fidelity="cpu",
         env=COUNTED,
     ),
@@ -342,7 +365,7 @@ deepspeed_on_cpu = Experiment(
 probe = Probe(
     params={
         "config": Param("path", "your DeepSpeed JSON or accelerate configuration, for the check"),
-        "model": Param("path", "the model's folder, or its config.json, for the check"),
+        "model": Param("path", "the folder of the model, or its config.json, for the check"),
     },
     check=check,
     experiments=(

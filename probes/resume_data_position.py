@@ -1,4 +1,4 @@
-"""A checkpoint holds no position in the data; a resume has to find it, in the same order and without reading."""
+"""A checkpoint holds no position in the data: the resume must find it in the same order, without reading samples."""
 
 import os
 import random
@@ -11,11 +11,11 @@ from typing import Any
 
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
-SAMPLES, BATCH, DONE, SEED = 16, 2, 2, 7  # stopped in epoch 1, behind DONE batches
+SAMPLES, BATCH, DONE, SEED = 16, 2, 2, 7  # the run stops in epoch 1, after DONE batches
 
 
 class Counted:
-    """Samples that take 2 ms each, as decoding or tokenizing does; the sample is its index."""
+    """Counts reads. Each takes 2 ms, like decoding or tokenizing, and returns the index of the sample."""
 
     def __init__(self, size: int) -> None:
         self.size, self.reads = size, 0
@@ -30,7 +30,7 @@ class Counted:
 
 
 def judge(ids: list[int], samples: int = SAMPLES) -> None:
-    """Each sample of the epoch has to come once, in both parts of the run together."""
+    """Raises `Symptom` unless both parts of the run together read each sample of the epoch exactly once."""
     counts = Counter(ids)
     twice, never = sum(count > 1 for count in counts.values()), samples - len(counts)
     if twice or never:
@@ -43,7 +43,7 @@ def flat(batches: Any) -> list[int]:
 
 
 def resume(ctx: Context, *, with_epoch: bool) -> None:
-    """Two ranks stop in epoch 1 and start again with a new sampler; the ids of all ranks are gathered."""
+    """Two ranks stop in epoch 1 and start again with a new sampler. Judges the ids of both ranks together."""
     from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -65,7 +65,7 @@ def resume(ctx: Context, *, with_epoch: bool) -> None:
 
 
 def replay(ctx: Context, *, by_index: bool) -> None:
-    """Samples that are read before the first new batch."""
+    """Counts the samples that the resume reads until it has the first new batch."""
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
     done = 40
@@ -82,7 +82,7 @@ def replay(ctx: Context, *, by_index: bool) -> None:
 
 
 def shuffle(ctx: Context, *, own_generator: bool) -> None:
-    """shuffle=True; the state of the global generator is restored as it was in the middle of the epoch."""
+    """shuffle=True. The resume restores the state that the global generator had in the middle of the epoch."""
     import torch
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
@@ -106,7 +106,7 @@ def shuffle(ctx: Context, *, own_generator: bool) -> None:
 
 
 def position(ctx: Context, *, once: bool = True, in_samples: bool = True) -> None:
-    """Seen were 2 batches of 2; the resumed run takes batches of 4, in the rest of this epoch and in the next one."""
+    """The run has read 2 batches of 2. The resumed run reads batches of 4, in the rest of this epoch and the next."""
     from torch.utils.data import BatchSampler, DataLoader
 
     dataset, batch_size, consumed = list(range(SAMPLES)), 2 * BATCH, DONE * BATCH
@@ -122,22 +122,22 @@ def position(ctx: Context, *, once: bool = True, in_samples: bool = True) -> Non
 
 
 def rebuilt(ctx: Context, *, with_seed: bool) -> None:
-    """The rows are shuffled ahead of the loader, at each start."""
+    """Each start shuffles the rows before it makes the loader."""
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-    def rest(done: int) -> Any:
+    def loader_from(done: int) -> Any:
         rows = list(range(64))
         random.Random(SEED if with_seed else None).shuffle(rows)
         batches = list(BatchSampler(SequentialSampler(rows), BATCH, drop_last=True))
         return DataLoader(rows, batch_sampler=batches[done:])  # type: ignore[arg-type, unused-ignore]
 
-    ids = flat(islice(iter(rest(0)), DONE))
+    ids = flat(islice(iter(loader_from(0)), DONE))
     ctx.reached()
-    judge(ids + flat(rest(DONE)), 64)
+    judge(ids + flat(loader_from(DONE)), 64)
 
 
 def stream_of(source: Any, start: int, rewind: bool = True) -> Any:
-    """A stream that begins at `start`, and in the next pass at 0."""
+    """A stream whose first pass begins at `start`, and with `rewind` every later pass at 0."""
     from torch.utils.data import IterableDataset
 
     class Rows(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
@@ -154,7 +154,7 @@ def stream_of(source: Any, start: int, rewind: bool = True) -> Any:
 
 
 def stream(ctx: Context, *, seek: bool) -> None:
-    """An IterableDataset: what is skipped is read, unless the data set itself begins at the position."""
+    """The loader of an IterableDataset reads the skipped samples, unless the dataset begins at the position."""
     from torch.utils.data import DataLoader
 
     source, consumed = Counted(100), 80
@@ -166,19 +166,19 @@ def stream(ctx: Context, *, seek: bool) -> None:
         raise Symptom(f"{source.reads} samples were read for the first batch behind the resume")
 
 
-def leave_launcher() -> None:
-    """The libraries would look for the other ranks of a launcher's variables."""
+def remove_launcher_variables() -> None:
+    """With the variables of a launcher, the libraries would wait for other ranks."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
 
 
 def train(ctx: Context, dataset: Any, seen: list[int], resumed: str = "", **options: Any) -> None:
-    """A Trainer that notes the ids its model gets."""
-    leave_launcher()
+    """The Trainer; the model appends the ids of its samples to `seen`."""
+    remove_launcher_variables()
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
-    class Noting(torch.nn.Module):  # type: ignore[misc, unused-ignore]
+    class Model(torch.nn.Module):  # type: ignore[misc, unused-ignore]
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
@@ -190,10 +190,12 @@ def train(ctx: Context, dataset: Any, seen: list[int], resumed: str = "", **opti
     options |= {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "no", "report_to": []}
     options |= {"use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": BATCH}
     arguments = TrainingArguments(ctx.path("out"), **options)
-    Trainer(Noting(), arguments, train_dataset=dataset).train(resume_from_checkpoint=resumed or None)
+    Trainer(Model(), arguments, train_dataset=dataset).train(resume_from_checkpoint=resumed or None)
 
 
 class Features(Counted):
+    """The samples in the form that the Trainer needs."""
+
     def __getitem__(self, index: int) -> Any:
         import torch
 
@@ -201,7 +203,7 @@ class Features(Counted):
 
 
 def trainer(ctx: Context, *, skip: bool = True, seedable: bool = True) -> None:
-    """Two epochs of 8 steps; resumed in the second one."""
+    """The Trainer runs two epochs of 8 steps, and resumes in the second one."""
     dataset, first, rest = Features(SAMPLES), [], []  # type: ignore[var-annotated]
     options: dict[str, Any] = {"num_train_epochs": 2, "accelerator_config": {"use_seedable_sampler": seedable}}
     train(ctx, dataset, first, **options)
@@ -211,7 +213,7 @@ def trainer(ctx: Context, *, skip: bool = True, seedable: bool = True) -> None:
 
 
 def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewind: bool = True) -> None:
-    """A stream of 24, resumed behind 5 of 16 steps of 2: the rest of this pass, and 8 samples of the next."""
+    """Resumes a stream of 24 samples after 5 of 16 steps of 2: the rest of this pass and 8 samples of the next."""
     source, start, steps, rest = Features(24), 10, 16, []  # type: ignore[var-annotated]
     train(ctx, stream_of(source, 0), [], max_steps=steps)
     source.reads = 0
@@ -219,17 +221,17 @@ def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewin
     dataset, ignore_data_skip = stream_of(source, start if seek else 0, rewind), seek and leave
     train(ctx, dataset, rest, ctx.path("out/checkpoint-5"), max_steps=steps, ignore_data_skip=ignore_data_skip)
     expected = [*range(start, len(source)), *range(8)]
-    left_out = next((got - due for got, due in zip(rest, expected, strict=False) if got != due), 0)
-    if left_out:
-        raise Symptom(f"with the resume {left_out} of {len(source)} samples were left out")
+    skipped = next((got - due for got, due in zip(rest, expected, strict=False) if got != due), 0)
+    if skipped:
+        raise Symptom(f"with the resume {skipped} of {len(source)} samples were left out")
     assert rest == expected
-    if source.reads > len(rest) + 2 * BATCH:  # the loader is a batch ahead
+    if source.reads > len(rest) + 2 * BATCH:  # the loader is one batch ahead
         raise Symptom(f"{source.reads} samples were read for the {len(rest)} behind the resume")
 
 
 def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) -> None:
-    """accelerate: stopped in epoch 1, then state, skip_first_batches and the rest of the epoch."""
-    leave_launcher()
+    """accelerate stops in epoch 1, loads its state, skips batches and reads the rest of the epoch."""
+    remove_launcher_variables()
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]
@@ -259,8 +261,8 @@ def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) ->
 
 
 def lightning(ctx: Context, *, at_end: bool) -> None:
-    """Three epochs of 8 steps, stopped in the second; resumed from its middle, or from the end of the first."""
-    leave_launcher()
+    """A run of three epochs stops in the second one; the resume begins in mid-epoch or at the end of the first."""
+    remove_launcher_variables()
     import torch
     from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
     from lightning.pytorch.callbacks import ModelCheckpoint  # type: ignore[import-not-found]
@@ -268,7 +270,7 @@ def lightning(ctx: Context, *, at_end: bool) -> None:
 
     folder, length = ctx.path("out"), SAMPLES // BATCH
 
-    class Noting(LightningModule):  # type: ignore[misc]
+    class Model(LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.ones(1))
@@ -287,7 +289,7 @@ def lightning(ctx: Context, *, at_end: bool) -> None:
             save = ModelCheckpoint(dirpath=folder, save_top_k=-1, save_on_train_epoch_end=True)
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [save]}
         trainer = Trainer(max_steps=steps, max_epochs=3, accelerator="cpu", **options)
-        model = Noting()
+        model = Model()
         trainer.fit(model, DataLoader(range(SAMPLES), batch_size=BATCH, shuffle=True), ckpt_path=path)
         return model.ids
 
@@ -300,7 +302,7 @@ def lightning(ctx: Context, *, at_end: bool) -> None:
 
 
 def stateful(ctx: Context, *, with_epoch: bool = True, new_state: bool = True, done: int = DONE) -> None:
-    """torchdata's loader restores how far it was, and not the epoch of the sampler."""
+    """torchdata's loader restores its position in the epoch, but not the epoch of the sampler."""
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-not-found]
 
@@ -323,15 +325,15 @@ def stateful(ctx: Context, *, with_epoch: bool = True, new_state: bool = True, d
     judge(([] if at_end else ids) + flat(loader))
 
 
-def boundary(ctx: Context, *, new_state: bool) -> None:
-    """Saved behind the last batch of an epoch."""
+def stateful_at_end(ctx: Context, *, new_state: bool) -> None:
+    """The run saves the state of torchdata's loader after the last batch of an epoch."""
     stateful(ctx, new_state=new_state, done=SAMPLES // BATCH)
 
 
 TWICE = symptom(r"with the resume \d+ of \d+ samples came twice and \d+ never")
 NEVER = symptom(r"with the resume 0 of 16 samples came twice and 4 never")
 EMPTY = symptom(r"with the resume 0 of 16 samples came twice and 16 never")
-LEFT_OUT = symptom(r"with the resume 10 of 24 samples were left out")
+SKIPPED = symptom(r"with the resume 10 of 24 samples were left out")
 READ = symptom(r"\d+ samples were read for the (first batch|22) behind the resume")
 OLD: dict[str, Any] = {"transformers": ">=4.41", "accelerate": ""}
 NEW: dict[str, Any] = {"transformers": ">=5.0", "accelerate": ""}
@@ -353,23 +355,153 @@ def pair(
     )
 
 
-ORDER = pair("order", resume, "with_epoch", TWICE, "skipped in the order of epoch 0", "set_epoch before it", ranks=2)
+ORDER = pair(
+    "order",
+    resume,
+    "with_epoch",
+    TWICE,
+    "the new sampler is at epoch 0, so the resume skips batches in the order of epoch 0",
+    "the code calls set_epoch on the new sampler before it skips",
+    ranks=2,
+)
 VARIANTS = (
-    pair("replay", replay, "by_index", READ, "40 batches are drawn and dropped", "their indices are dropped"),
-    pair("stream", stream, "seek", READ, "no indices: what is skipped is read", "the stream begins at the position"),
-    pair("shuffle", shuffle, "own_generator", TWICE, "the global generator of mid-epoch", "one of seed plus epoch"),
-    pair("each-epoch", position, "once", NEVER, "skipped in the next epoch too", "not behind the resumed epoch"),
-    pair("batch-size", position, "in_samples", NEVER, "2 batches of 2 seen, 2 of 4 skipped", "4 samples are skipped"),
-    pair("rebuilt", rebuilt, "with_seed", TWICE, "the rows are shuffled without a seed", "with one"),
-    pair("trainer", trainer, "skip", TWICE, "ignore_data_skip begins the epoch again", "skipped by index", **NEW),
-    pair("trainer-sampler", trainer, "seedable", TWICE, "use_seedable_sampler is off", "it is on", **NEW),
-    pair("trainer-stream", trainer_stream, "seek", READ, "it is read up to the step", "it begins there", **OLD),
-    pair("trainer-stream-twice", trainer_stream, "leave", LEFT_OUT, "skipped twice", "ignore_data_skip", **OLD),
-    pair("trainer-stream-pass", trainer_stream, "rewind", LEFT_OUT, "each pass begins there", "only one", **OLD),
-    pair("accelerate", prepared, "seedable", TWICE, "a RandomSampler", "use_seedable_sampler", accelerate=">=0.30"),
-    pair("accelerate-epoch", prepared, "with_epoch", TWICE, "skipped at epoch 0", "set_epoch", accelerate=">=0.30"),
-    pair("lightning", lightning, "at_end", TWICE, "resumed in mid-epoch", "at its end", lightning=">=2.3"),
-    pair("stateful", stateful, "with_epoch", TWICE, "the sampler is at epoch 0", "set_epoch", torchdata=">=0.9"),
-    pair("stateful-end", boundary, "new_state", EMPTY, "the state of a full epoch", "it is left", torchdata=">=0.9"),
+    pair(
+        "replay",
+        replay,
+        "by_index",
+        READ,
+        "the resume draws 40 batches from the loader and drops them, which reads every sample",
+        "the resume drops the indices of 40 batches and reads no sample of them",
+    ),
+    pair(
+        "stream",
+        stream,
+        "seek",
+        READ,
+        "a stream has no indices, so the resume reads every sample that it skips",
+        "the stream itself begins at the position",
+    ),
+    pair(
+        "shuffle",
+        shuffle,
+        "own_generator",
+        TWICE,
+        "the sampler draws a new order from the global generator, whose state is that of mid-epoch",
+        "the sampler has its own generator, seeded with the seed plus the epoch",
+    ),
+    pair(
+        "each-epoch",
+        position,
+        "once",
+        NEVER,
+        "the loader skips the same batches in the next epoch too",
+        "the loader skips batches only in the resumed epoch",
+    ),
+    pair(
+        "batch-size",
+        position,
+        "in_samples",
+        NEVER,
+        "the run has read 2 batches of 2, and the resume skips 2 batches of 4",
+        "the position is a number of samples, so the resume skips 4 samples",
+    ),
+    pair(
+        "rebuilt",
+        rebuilt,
+        "with_seed",
+        TWICE,
+        "the code shuffles the rows without a seed at each start",
+        "the code shuffles the rows with a seed",
+    ),
+    pair(
+        "trainer",
+        trainer,
+        "skip",
+        TWICE,
+        "with ignore_data_skip=True the Trainer begins the epoch again",
+        "with ignore_data_skip=False the Trainer skips by index",
+        **NEW,
+    ),
+    pair(
+        "trainer-sampler",
+        trainer,
+        "seedable",
+        TWICE,
+        "use_seedable_sampler is off, so the order depends on the global generator",
+        "use_seedable_sampler is on, so the order depends on the seed and the epoch",
+        **NEW,
+    ),
+    pair(
+        "trainer-stream",
+        trainer_stream,
+        "seek",
+        READ,
+        "the Trainer reads the stream up to the step of the checkpoint",
+        "the stream begins at the position, and ignore_data_skip is True",
+        **OLD,
+    ),
+    pair(
+        "trainer-stream-twice",
+        trainer_stream,
+        "leave",
+        SKIPPED,
+        "the stream begins at the position, and the Trainer skips as many samples again",
+        "the stream begins at the position, and with ignore_data_skip=True the Trainer skips nothing",
+        **OLD,
+    ),
+    pair(
+        "trainer-stream-pass",
+        trainer_stream,
+        "rewind",
+        SKIPPED,
+        "every pass over the stream begins at the position",
+        "only the first pass over the stream begins at the position",
+        **OLD,
+    ),
+    pair(
+        "accelerate",
+        prepared,
+        "seedable",
+        TWICE,
+        "accelerate shuffles with a RandomSampler, which draws from the global generator",
+        "accelerate shuffles with use_seedable_sampler=True",
+        accelerate=">=0.30",
+    ),
+    pair(
+        "accelerate-epoch",
+        prepared,
+        "with_epoch",
+        TWICE,
+        "the loader is at epoch 0 when the resume skips batches",
+        "the code calls set_epoch on both loaders",
+        accelerate=">=0.30",
+    ),
+    pair(
+        "lightning",
+        lightning,
+        "at_end",
+        TWICE,
+        "Lightning resumes from the middle of an epoch and begins the epoch again",
+        "Lightning resumes from the end of an epoch",
+        lightning=">=2.3",
+    ),
+    pair(
+        "stateful",
+        stateful,
+        "with_epoch",
+        TWICE,
+        "StatefulDataLoader restores its position, but the sampler is at epoch 0",
+        "the code calls set_epoch on the sampler before it loads the state",
+        torchdata=">=0.9",
+    ),
+    pair(
+        "stateful-end",
+        stateful_at_end,
+        "new_state",
+        EMPTY,
+        "the code loads the state of a finished epoch, so the next epoch is empty",
+        "the code does not load the state of a finished epoch",
+        torchdata=">=0.9",
+    ),
 )
 probe = Probe(experiments=(ORDER,), variants=VARIANTS)

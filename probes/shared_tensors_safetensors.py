@@ -1,4 +1,4 @@
-"""Tied weights go into a format without shared storage: under both names, or once and tied again when loaded."""
+"""Tied weights are saved in a format without shared storages: under both names, or under one and tied after loading."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ ROWS, WIDTH = 512, 32
 
 
 def build() -> Any:
+    """An embedding and a head that share one weight."""
     import torch
     from torch import nn
 
@@ -41,21 +42,21 @@ def build() -> Any:
 
 
 def reload(ctx: Context, *, single_name: bool) -> None:
-    """Each name is written with its own bytes, as every format without storages does; then loaded with assign=True."""
+    """Saves each name with separate bytes, as every format without storages does, and loads with assign=True."""
     import torch
 
     model = build()
-    own: Dict[str, Any] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    torch.save(own, ctx.path("two names.pt"))
-    del own["lm_head.weight"]
-    torch.save(own, ctx.path("one name.pt"))
+    copies: Dict[str, Any] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(copies, ctx.path("two names.pt"))
+    del copies["lm_head.weight"]
+    torch.save(copies, ctx.path("one name.pt"))
     sizes = [os.path.getsize(ctx.path(name + ".pt")) for name in ("two names", "one name")]
     ctx.reached()
     fresh = build()
     if single_name:
         missing = fresh.load_state_dict(torch.load(ctx.path("one name.pt")), strict=False, assign=True).missing_keys
         assert missing == ["lm_head.weight"], missing
-        fresh["lm_head"].weight = fresh["embed"].weight  # tied again, as the model's own code ties it
+        fresh["lm_head"].weight = fresh["embed"].weight  # tie again, as the code of the model does
     else:
         fresh.load_state_dict(torch.load(ctx.path("two names.pt")), assign=True)
     assert torch.equal(fresh["lm_head"].weight, model["lm_head"].weight)
@@ -63,7 +64,7 @@ def reload(ctx: Context, *, single_name: bool) -> None:
     fresh["lm_head"](fresh["embed"](torch.tensor([1, 2]))).sum().backward()
     torch.optim.SGD(fresh.parameters(), lr=0.1).step()
     apart = (fresh["lm_head"].weight - fresh["embed"].weight).abs().max().item()
-    message = "after one step they are %.3f apart; %d bytes with two names, %d with one" % (apart, *sizes)
+    message = "after one step they differ by %.3f; the file has %d bytes with two names, %d with one" % (apart, *sizes)
     if apart:
         raise Symptom("tied weights are two parameters after loading: %s" % message)
     assert parameters == 1, parameters
@@ -93,7 +94,7 @@ def save_safetensors(ctx: Context, *, single_name: bool) -> None:
 
 
 def load_safetensors(ctx: Context, *, knows_tie: bool) -> None:
-    """The file of a tied model is right, and the loader that compares names does not know it."""
+    """The file of a tied model is right, but load_state_dict compares names and does not know that."""
     from safetensors.torch import load_file, load_model, save_model
 
     model, path = build(), ctx.path("model.safetensors")
@@ -106,7 +107,7 @@ def load_safetensors(ctx: Context, *, knows_tie: bool) -> None:
 
 
 def save_wrapper(ctx: Context, *, apart: bool) -> None:
-    """A model with tied weights inside another, as reward and value heads have it."""
+    """A module contains a model with tied weights and a head, like a reward or value model."""
     import torch
     from safetensors.torch import load_file, load_model, save_file, save_model
 
@@ -124,7 +125,7 @@ def save_wrapper(ctx: Context, *, apart: bool) -> None:
 
 
 def save_transformers(ctx: Context, *, declares: bool) -> None:
-    """A layer's weight is used twice; the class says so, or does not."""
+    """Two layers of a transformers model share a weight; with `declares`, the class says so."""
     from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
 
     class Shared(LlamaForCausalLM):  # type: ignore[misc]
@@ -144,8 +145,8 @@ def save_transformers(ctx: Context, *, declares: bool) -> None:
     assert layers[1].mlp.up_proj.weight.equal(model.model.layers[0].mlp.up_proj.weight)
 
 
-def save_for_transformers(ctx: Context, *, own_way: bool) -> None:
-    """A tied Llama is read by from_pretrained; save_model has written the name that sorts first."""
+def save_for_transformers(ctx: Context, *, save_pretrained: bool) -> None:
+    """from_pretrained reads a tied Llama; save_model would write only the name that sorts first."""
     from safetensors.torch import save_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -153,19 +154,19 @@ def save_for_transformers(ctx: Context, *, own_way: bool) -> None:
     config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=True, **sizes)
     model, folder = LlamaForCausalLM(config), ctx.path("out")
     ctx.reached()
-    if own_way:
+    if save_pretrained:
         model.save_pretrained(folder)
     else:
         config.save_pretrained(folder)
         save_model(model, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
     loaded = LlamaForCausalLM.from_pretrained(folder).model.embed_tokens.weight
     if loaded.is_meta:
-        raise Symptom("from_pretrained raised nothing, and %d weights are on the meta device" % loaded.numel())
+        raise Symptom("from_pretrained raised no error and left %d numbers on the meta device" % loaded.numel())
     assert loaded.equal(model.model.embed_tokens.weight)
 
 
 def save_accelerate(ctx: Context, *, as_file: bool) -> None:
-    """Two parameters that are halves of one buffer, as ZeRO, FSDP and fused layers leave them. They share nothing."""
+    """Two parameters are halves of one buffer, as ZeRO, FSDP and fused layers leave them. They do not overlap."""
     import torch
     from torch import nn
 
@@ -173,7 +174,7 @@ def save_accelerate(ctx: Context, *, as_file: bool) -> None:
     library: Any = importlib.import_module("safetensors.torch")
     buffer = torch.arange(16.0).reshape(4, 4)
     model = nn.ParameterDict({"q_proj": nn.Parameter(buffer[:2]), "k_proj": nn.Parameter(buffer[2:])})
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # else it waits for a launcher
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these, accelerate would wait for other ranks
         os.environ.pop(name, None)
     accelerator = accelerate.Accelerator(cpu=True)
     path = ctx.path("model.safetensors")
@@ -193,7 +194,7 @@ def save_accelerate(ctx: Context, *, as_file: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do tensors of a torch.save file cover the same bytes of a storage, under different names?"""
+    """Do tensors of a torch.save file with different names share a storage?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
         return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/pytorch_model.bin")
@@ -202,7 +203,9 @@ def check(params: Mapping[str, Any]) -> Finding:
     except Unreadable as error:
         return unknown(str(error))
     if read.format == "safetensors":
-        return unknown("a safetensors file: shared tensors cannot be in it", "whether two are equal was not compared")
+        return unknown(
+            "a safetensors file cannot contain shared tensors", "kb did not compare the values of its tensors"
+        )
     by_storage: Dict[str, List[Tuple[int, int, str]]] = {}
     for tensor in read.tensors:
         if tensor.stop > tensor.start:
@@ -219,23 +222,21 @@ def check(params: Mapping[str, Any]) -> Finding:
                 result.append("%s and %s are %s" % (name, other, same))
     if result:
         advice = "save one of each pair and tie them after loading: safetensors.torch.save_model, load_model"
-        beside = ["%d storages hold tensors side by side as well: clone those" % views] if views else []
-        return exposed("safetensors.torch.save_file would refuse these:", *result[:6], *beside, advice=advice)
+        adjacent = ["%d storages also contain tensors side by side: clone those" % views] if views else []
+        return exposed("safetensors.torch.save_file would refuse these:", *result[:6], *adjacent, advice=advice)
     if views:
         return exposed(
-            "%d storages hold several tensors side by side, none overlap: save_file writes them all" % views,
-            "code that looks at storages only, accelerate's save_model for one, drops all but one of each",
+            "%d storages contain multiple tensors that do not overlap: save_file writes them all" % views,
+            "accelerate's save_model compares only storages, and would drop all but one tensor of each",
             advice="clone them: {name: tensor.clone() for name, tensor in state.items()}",
         )
     if not read.tensors:
-        return unknown("no tensor was found in %s" % path)
-    return clear("%d tensors, each in a storage of its own" % len(read.tensors))
+        return unknown("kb found no tensor in %s" % path)
+    return clear("each of the %d tensors has its own storage" % len(read.tensors))
 
 
-TIED = "the two names of tied weights are written and loaded as two tensors"
-ONCE = "one name is written, and the weights are tied again after loading"
 REFUSED = r"Some tensors share memory, this will lead to duplicate memory on disk"
-STANDS_FOR = "safetensors, which refuses to write what the control arm writes"
+STANDS_FOR = "safetensors, which refuses to write the file of the control arm"
 
 SAFETENSORS = {"torch": ">=2.1", "safetensors": ">=0.4"}
 
@@ -260,14 +261,22 @@ def variant(
     )
 
 
-tied = variant("safetensors", save_safetensors, "single_name", raised(REFUSED), TIED, ONCE, {})
+tied = variant(
+    "safetensors",
+    save_safetensors,
+    "single_name",
+    raised(REFUSED),
+    "save_file refuses a state dict with two names for one weight",
+    "save_model writes one name, and load_model loads the weight of both",
+    {},
+)
 loaded = variant(
     "load",
     load_safetensors,
     "knows_tie",
     raised(r'Missing key\(s\) in state_dict: "lm_head\.weight"\.'),
-    "load_state_dict compares names, and one of the two is not in the file",
-    "load_model accepts that a tied name is missing",
+    "load_state_dict compares names, and the file contains only one of the two",
+    "load_model accepts that the file lacks a tied name",
     {},
 )
 wrapped = variant(
@@ -275,8 +284,8 @@ wrapped = variant(
     save_wrapper,
     "apart",
     raised(REFUSED),
-    "the state dict of model and head has both names",
-    "the model and the head go into two files",
+    "save_file refuses the state dict of the model with its head, which has both names",
+    "save_model writes the inner model, and save_file writes the head to a second file",
     {},
 )
 declared = variant(
@@ -284,17 +293,17 @@ declared = variant(
     save_transformers,
     "declares",
     raised(r"The weights trying to be saved contained shared tensors"),
-    "two layers share a weight, and the class does not say so",
-    "the class names it in _tied_weights_keys",
+    "two layers share a weight, which the class does not declare, so save_pretrained refuses it",
+    "the class declares the shared weight in _tied_weights_keys",
     {"transformers": ">=5"},
 )
 read_back = variant(
     "from-pretrained",
     save_for_transformers,
-    "own_way",
-    symptom(r"from_pretrained raised nothing, and \d+ weights are on the meta device"),
-    "save_model has kept lm_head.weight, and from_pretrained looks for embed_tokens.weight",
-    "save_pretrained keeps the name that from_pretrained looks for",
+    "save_pretrained",
+    symptom(r"from_pretrained raised no error and left \d+ numbers on the meta device"),
+    "save_model writes lm_head.weight, and from_pretrained looks for embed_tokens.weight",
+    "save_pretrained writes the name that from_pretrained looks for",
     {"transformers": ">=4.51,<5"},
 )
 views = variant(
@@ -302,28 +311,28 @@ views = variant(
     save_accelerate,
     "as_file",
     symptom(r"Removed shared tensor \{'[qk]_proj'\} while saving"),
-    "two parameters lie side by side in one storage and are taken for one",
-    "save_file writes both",
+    "two parameters are views of one storage, and accelerate's save_model drops one of them",
+    "save_file writes both parameters",
     {"accelerate": ">=0.25"},
 )
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .bin; nothing in it is run")},
+    params={"checkpoint": Param("path", "a file of torch.save: .pt, .pth, .bin; the check runs nothing in it")},
     experiments=(
         Experiment(
             name="torch",
             control=Arm(
                 partial(reload, single_name=False),
                 expect=symptom(r"tied weights are two parameters after loading"),
-                because=TIED,
+                because="the file has both names, so the tied weights load as two parameters",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
             treatment=Arm(
                 partial(reload, single_name=True),
                 expect=completed(),
-                because=ONCE,
+                because="the file has one name, and the code ties the weights again after loading",
                 fidelity="stand-in",
                 stands_for=STANDS_FOR,
             ),
