@@ -1,4 +1,4 @@
-"""Batch normalization in training needs two values of each channel; a batch of one sample may have one."""
+"""In training mode BatchNorm needs two values of each channel; a batch of one sample may have only one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ def build(ctx: Context) -> Any:
 
 
 def epoch(ctx: Context, *, samples: int, drop_last: bool) -> None:
-    """One epoch in batches of 4."""
+    """Trains one epoch in batches of 4."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -36,7 +36,7 @@ def epoch(ctx: Context, *, samples: int, drop_last: bool) -> None:
 
 
 def epoch_on_ranks(ctx: Context, *, drop_last: bool) -> None:
-    """10 samples in batches of 4: one process has 4, 4, 2, each of two has 4 and 1."""
+    """Divides 10 samples into batches of 4: one process has 4, 4 and 2, each of two ranks has 4 and 1."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader, DistributedSampler
@@ -57,7 +57,7 @@ def epoch_on_ranks(ctx: Context, *, drop_last: bool) -> None:
 
 
 def epoch_dispatched(ctx: Context, *, drop_last: bool = False) -> None:
-    """A stream of 9 samples, which one process reads for both."""
+    """accelerate reads a stream of 9 samples on rank 0 and dispatches it to both ranks."""
     import os
 
     rank, size = str(ctx.rank), str(ctx.world_size)
@@ -84,7 +84,7 @@ def epoch_dispatched(ctx: Context, *, drop_last: bool = False) -> None:
 
 
 def pool(ctx: Context, *, grouped: bool) -> None:
-    """One image; the first layer sees 6 x 6 pixels, the one behind the pooling a single value."""
+    """The batch is one image: the first norm layer sees 6 x 6 pixels, the layer after the pooling a single value."""
     import torch
 
     channels = 8
@@ -101,7 +101,7 @@ def pool(ctx: Context, *, grouped: bool) -> None:
 
 
 def tune(ctx: Context, *, frozen: bool) -> None:
-    """A trained model goes on with one sample per step."""
+    """Fine-tunes a trained model with one sample per step."""
     import torch
 
     model = build(ctx)
@@ -124,7 +124,7 @@ def tune(ctx: Context, *, frozen: bool) -> None:
 
 
 def start(ctx: Context, *, grouped: bool) -> None:
-    """A new head in evaluation mode from its first step: its layer has mean 0 and variance 1, whatever comes in."""
+    """A new head is in evaluation mode from its first step: BatchNorm uses mean 0 and variance 1 for any input."""
     import torch
 
     torch.manual_seed(0)
@@ -133,11 +133,11 @@ def start(ctx: Context, *, grouped: bool) -> None:
     ctx.reached()
     largest = norm(50 * torch.randn(1, 8, 1, 1)).abs().max().item()
     if largest > 10:
-        raise Symptom(f"normalised, and yet the largest output is {largest:.0f}; untrained statistics: {untrained}")
+        raise Symptom(f"the largest output of the norm layer is {largest:.0f}; untrained statistics: {untrained}")
 
 
 def infer(ctx: Context, *, evaluating: bool) -> None:
-    """One sample goes through a model to see what it predicts."""
+    """Predicts the output for one sample."""
     import torch
 
     model = build(ctx)
@@ -151,7 +151,7 @@ def infer(ctx: Context, *, evaluating: bool) -> None:
 
 
 def repeat(ctx: Context, *, copies: bool) -> None:
-    """A batch of two from one sample, or from two samples."""
+    """The batch of two is one sample repeated, or two samples."""
     import torch
 
     layer = build(ctx)[1]
@@ -163,11 +163,11 @@ def repeat(ctx: Context, *, copies: bool) -> None:
         raise Symptom(f"the largest output is {largest:.3f}, the running variance {variance:.2f}")
 
 
-def group(ctx: Context, *, several: bool) -> None:
-    """Two samples, a single position, and one channel or four in each group."""
+def group(ctx: Context, *, four_channels: bool) -> None:
+    """GroupNorm gets two samples with a single position; each group has one channel or four."""
     import torch
 
-    norm = torch.nn.GroupNorm(2 if several else 8, 8)
+    norm = torch.nn.GroupNorm(2 if four_channels else 8, 8)
     ctx.reached()
     largest = norm(torch.randn(2, 8, 1, 1)).abs().max().item()
     if largest < 0.001:
@@ -202,8 +202,8 @@ probe = Probe(
             "last-batch",
             epoch,
             ONE,
-            "9 samples in batches of 4: the last batch has one",
-            "drop_last leaves that batch out",
+            "9 samples make batches of 4, 4 and 1, so BatchNorm sees one value per channel in the last batch",
+            "drop_last=True drops the last batch",
             {"samples": 9, "drop_last": False},
             {"samples": 9, "drop_last": True},
         ),
@@ -213,8 +213,8 @@ probe = Probe(
             "ranks",
             epoch_on_ranks,
             ONE,
-            "two ranks have 5 of 10 samples each, one too many for batches of 4; the sampler has drop_last",
-            "the loader has drop_last",
+            "each of two ranks has 5 samples, in batches of 4 and 1; drop_last=True is set only on the sampler",
+            "drop_last=True is set on the DataLoader",
             {"drop_last": False},
             {"drop_last": True},
             ranks=2,
@@ -223,8 +223,8 @@ probe = Probe(
             "dispatched",
             epoch_dispatched,
             ONE,
-            "accelerate divides a stream of 9 samples among two ranks: 4 and 1 on each",
-            "the loader has drop_last",
+            "accelerate splits a stream of 9 samples, so each of two ranks has batches of 4 and 1",
+            "drop_last=True is set on the DataLoader",
             {"drop_last": False},
             {"drop_last": True},
             ranks=2,
@@ -234,8 +234,8 @@ probe = Probe(
             "no-steps",
             epoch,
             symptom(r"0 steps in an epoch of 3 samples"),
-            "3 samples, batches of 4 and drop_last: nothing is left",
-            "without drop_last there is a batch of 3",
+            "drop_last=True with 3 samples and batches of 4 leaves no batch",
+            "without drop_last there is one batch of 3 samples",
             {"samples": 3, "drop_last": True},
             {"samples": 3, "drop_last": False},
         ),
@@ -243,8 +243,8 @@ probe = Probe(
             "pooled",
             pool,
             ONE,
-            "one image, and a BatchNorm2d behind a global pooling",
-            "GroupNorm with 4 channels in a group",
+            "BatchNorm2d after a global pooling sees one value per channel if the batch is one image",
+            "GroupNorm with 4 channels per group normalises each image by itself",
             {"grouped": False},
             {"grouped": True},
         ),
@@ -252,17 +252,17 @@ probe = Probe(
             "frozen",
             tune,
             ONE,
-            "a trained model goes on in training mode with one sample",
-            "its BatchNorm layers are in evaluation mode",
+            "the BatchNorm layers of a trained model are in training mode and get one sample",
+            "the BatchNorm layers are in evaluation mode and use their running statistics",
             {"frozen": False},
             {"frozen": True},
         ),
         pair(
             "new-layer",
             start,
-            symptom(r"normalised, and yet the largest output is \d\d+; untrained statistics: True"),
-            "a BatchNorm of a new head is in evaluation mode, so that it never normalises",
-            "GroupNorm needs no statistics",
+            symptom(r"the largest output of the norm layer is \d\d+; untrained statistics: True"),
+            "the BatchNorm of a new head is in evaluation mode, so it never normalises",
+            "GroupNorm needs no running statistics, so it normalises from the first step",
             {"grouped": False},
             {"grouped": True},
         ),
@@ -270,8 +270,8 @@ probe = Probe(
             "inference",
             infer,
             ONE,
-            "one sample through a model that is in training mode, under no_grad",
-            "the model is in evaluation mode",
+            "the code predicts one sample under no_grad, but the model is still in training mode",
+            "the code calls model.eval() before it predicts",
             {"evaluating": False},
             {"evaluating": True},
         ),
@@ -279,8 +279,8 @@ probe = Probe(
             "repeated",
             repeat,
             symptom(r"the largest output is 0\.000, the running variance 0\.90"),
-            "the only sample is repeated to make a batch of two",
-            "the batch has two samples",
+            "the batch is one sample twice, so BatchNorm subtracts the sample from itself",
+            "the batch has two different samples",
             {"copies": True},
             {"copies": False},
         ),
@@ -288,10 +288,10 @@ probe = Probe(
             "one-channel-groups",
             group,
             symptom(r"the largest output is 0\.000"),
-            "two samples, and one channel in each group of GroupNorm: no error, and no output",
-            "four channels in each group",
-            {"several": False},
-            {"several": True},
+            "GroupNorm with one channel per group and one position outputs 0 and raises no error",
+            "GroupNorm has four channels per group",
+            {"four_channels": False},
+            {"four_channels": True},
         ),
     ),
 )

@@ -1,6 +1,6 @@
-"""A job is killed, a process of it lives on with the GPU's files open, and the next job finds the GPU taken.
+"""A job is killed, but one of its processes survives with the GPU's files open, so the next job finds the GPU in use.
 
-Without a GPU a locked file takes its part: the kernel frees the lock, as the driver frees the memory, when the last
+Without a GPU, a locked file stands in for it: the kernel frees the lock, as the driver frees the memory, when the last
 process that has the file open closes it or ends.
 """
 
@@ -77,7 +77,7 @@ class Samples(IterableDataset):
     def __iter__(self):
         yield 0
         print(os.getpid(), file=open("running", "w"), flush=True)
-        time.sleep(120)  # the second sample is on storage that does not answer
+        time.sleep(120)  # the storage of the second sample does not answer
 
 iterator = iter(DataLoader(Samples(), num_workers=1, multiprocessing_context="fork"))
 next(iterator)
@@ -92,15 +92,15 @@ time.sleep(120)
 
 
 def run_rank(ctx: Context, program: str, options: Sequence[str] = ()) -> Tuple[Any, int]:
-    """Start a rank that takes the GPU; return once it works, with the process that is to survive it or its launcher.
+    """Starts a rank that takes the GPU; returns its process, or its launcher's, and the pid that is to survive it.
 
-    Rank and torchrun, which gets the `options`, are forks: neither has to import torch.
+    With `options`, torchrun starts the rank. Both are forks, so they need not import torch again.
     """
     Path("rank.py").write_text(TAKE_GPU + program)
     Path("running").touch()
-    words = ["rank.py", gpu_file(ctx), ctx.device.type]
+    arguments = ["rank.py", gpu_file(ctx), ctx.device.type]
     main = import_module("torch.distributed.run").main if options else run_script
-    process = multiprocessing.get_context("fork").Process(target=main, args=([*options, *words],))
+    process = multiprocessing.get_context("fork").Process(target=main, args=([*options, *arguments],))
     process.start()
     end = time.monotonic() + 40
     while not Path("running").read_text().strip() and process.is_alive() and time.monotonic() < end:
@@ -108,10 +108,10 @@ def run_rank(ctx: Context, program: str, options: Sequence[str] = ()) -> Tuple[A
     return process, int(Path("running").read_text())
 
 
-def run_script(words: List[str]) -> None:
-    """As `python rank.py ...` does."""
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
+def run_script(arguments: List[str]) -> None:
+    """Does what `python rank.py ...` does."""
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def gpu_file(ctx: Context) -> str:
@@ -128,7 +128,7 @@ def used_mib(ctx: Context) -> int:
 
 
 def start_next_job(ctx: Context, before_mib: int, survivor: int) -> None:
-    """Take the GPU, its memory or the lock, within the moment that the driver needs to free it."""
+    """Takes the memory of the GPU, or the lock; waits as long as the driver needs to free it."""
     end = time.monotonic() + (5 if ctx.device.type == "cuda" else 0.5)
     with open(gpu_file(ctx), "r+") if ctx.device.type != "cuda" else nullcontext() as file:
         while time.monotonic() < end:
@@ -144,7 +144,7 @@ def start_next_job(ctx: Context, before_mib: int, survivor: int) -> None:
 
 @contextmanager
 def ended(pid: int) -> Iterator[None]:
-    """End this process afterwards, if it still is there."""
+    """Ends this process afterwards, if it is still alive."""
     try:
         yield
     finally:
@@ -153,19 +153,19 @@ def ended(pid: int) -> Iterator[None]:
 
 
 def holders(path: str) -> List[int]:
-    """The processes that have such a file open, as far as this user may see."""
+    """The processes that have a file with this prefix open, as far as this user may see."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*/fd"):
         try:
             if any(os.readlink(link).startswith(path) for link in folder.iterdir()):
                 pids.append(int(folder.parent.name))
         except OSError:
-            continue  # it has ended, or is of another user
+            continue  # the process has ended, or belongs to another user
     return pids
 
 
 def kill_rank(ctx: Context, *, closes: bool) -> None:
-    """A rank is killed while its DataLoader worker waits for storage; then the next job starts."""
+    """Kills a rank while its DataLoader worker waits for storage, and starts the next job."""
     before = used_mib(ctx)
     source = inspect.getsource(close_gpu_files) + inspect.getsource(close_in_children) + "close_in_children()\n"
     program = source + LOAD if closes else LOAD
@@ -178,7 +178,7 @@ def kill_rank(ctx: Context, *, closes: bool) -> None:
 
 
 def find_holders(ctx: Context, *, ends: bool) -> None:
-    """A killed rank has left a child; the next job ends what has the file open, or just starts."""
+    """A killed rank leaves a child behind; with `ends`, the next job first ends what has the GPU file open."""
     rank, child = run_rank(ctx, LEAVE)
     with ended(child):
         rank.kill()
@@ -190,8 +190,8 @@ def find_holders(ctx: Context, *, ends: bool) -> None:
 
 
 def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
-    """torchrun is ended by a signal; then the next job starts."""
-    # Without --local-addr it would look for the host by its name, which not every container can resolve.
+    """Ends torchrun with a signal, and starts the next job."""
+    # Without --local-addr torchrun would resolve the name of the host, which some containers cannot do.
     options = ["--standalone", "--local-addr=localhost", "--nproc-per-node=1"]
     launcher, rank = run_rank(ctx, WAIT, options)
     with ended(rank):
@@ -201,32 +201,32 @@ def kill_launcher(ctx: Context, *, by: signal.Signals) -> None:
         start_next_job(ctx, 0, rank)
 
 
-# --- the check: which GPUs are taken now, by whom, and may a second process use them? --------------------------------
+# --- the check: which GPUs are in use, by which processes, and may a second process use them? ------------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read memory, compute mode and processes of each GPU, and who has the GPU files open."""
+    """Reads the memory, compute mode and processes of each GPU, and finds who has the GPU files open."""
     gpus = query("--query-gpu=index,uuid,memory.used,memory.total,compute_mode")
     if not gpus or any(len(gpu) != 5 for gpu in gpus):
-        advice = "run this on the node of the job, as root; if it hangs there, look for processes in state D"
+        advice = "run this check on the node of the job, as root; if nvidia-smi hangs, look for processes in state D"
         return unknown("nvidia-smi is missing, does not answer, or does not list the GPUs", advice=advice)
     apps = query("--query-compute-apps=gpu_uuid,pid")
     evidence = []
     for index, uuid, used, total, mode in gpus:
         pids = ", ".join(app[1] for app in apps if app[0] == uuid and app[1:]) or "no process that nvidia-smi lists"
         if not used.isdecimal():
-            return unknown(f"GPU {index} does not say how much memory is used ({used}): MIG, or a driver that hides it")
+            return unknown(f"nvidia-smi does not say how much memory GPU {index} uses ({used}), perhaps due to MIG")
         if int(used) > params["idle_mib"]:
             evidence.append(f"GPU {index}: {used} of {total} MiB used, by {pids}")
         elif mode == "Prohibited" or (mode.startswith("Exclusive") and pids[0].isdigit()):
-            evidence.append(f"GPU {index}: compute mode {mode}, taken by {pids}: it refuses a new process")
+            evidence.append(f"GPU {index}: compute mode {mode}, used by {pids}; it refuses a new process")
     if not evidence and all(gpu[4] == "Default" for gpu in gpus):
-        return clear(f"all {len(gpus)} GPUs use {params['idle_mib']} MiB or less and are in the mode Default")
+        return clear(f"all {len(gpus)} GPUs use {params['idle_mib']} MiB or less and are in compute mode Default")
     if not evidence:
-        return unknown("a GPU takes one process only, or does not say so, and whether it has one cannot be seen here")
-    seen = ", ".join(map(str, holders(GPU_FILES))) or "none that may be seen"
+        return unknown("a GPU may accept only one process, and kb cannot see whether it already has one")
+    pids = ", ".join(map(str, holders(GPU_FILES))) or "none that kb may see"
     advice = "end those that are yours, by their id; in a container, or as a plain user, look on the host as root"
-    return exposed(*evidence, f"processes here that have GPU files open: {seen}", advice=advice)
+    return exposed(*evidence, f"processes that have GPU files open: {pids}", advice=advice)
 
 
 def query(*what: str) -> List[List[str]]:
@@ -238,13 +238,13 @@ def query(*what: str) -> List[List[str]]:
     try:
         output = process.communicate(timeout=3)[0]
     except subprocess.TimeoutExpired:
-        process.kill()  # without waiting: in state D it does not end
+        process.kill()  # kb does not wait for it, because in state D it does not end
         return []
     lines = output.decode(errors="replace").splitlines() if process.returncode == 0 else []
     return [[field.strip() for field in line.split(",")] for line in lines if line.strip()]
 
 
-LOCK = "the driver, which frees memory when the last process closes the GPU: a file lock, which the kernel frees so"
+LOCK = "the driver, which frees memory when the last process closes the GPU; the kernel frees a file lock in this way"
 
 
 def held(
@@ -266,27 +266,33 @@ inherited = held(
     partial(kill_rank, closes=False),
     partial(kill_rank, closes=True),
     (
-        "the worker inherited the open GPU files of the rank and outlives it",
-        "the worker closes them as soon as it is forked",
+        "the DataLoader worker inherited the open GPU files of the killed rank and survives it",
+        "the DataLoader worker closes the GPU files as soon as it is forked",
     ),
 )
 
 probe = Probe(
     check=check,
-    params={"idle_mib": Param("int", "a GPU that uses no more than this is free", 1024)},
+    params={"idle_mib": Param("int", "MiB of memory that an idle GPU may use, for the check", 1024)},
     experiments=(inherited.on_gpus(gpus=1), inherited),
     variants=(
         held(
             "holders-ended",
             partial(find_holders, ends=False),
             partial(find_holders, ends=True),
-            ("the next job is started at once", "the processes that have the GPU file open are ended first"),
+            (
+                "the next job starts while a child of the killed rank has the GPU file open",
+                "the next job first ends the processes that have the GPU file open",
+            ),
         ),
         held(
             "launcher",
             partial(kill_launcher, by=signal.SIGKILL),
             partial(kill_launcher, by=signal.SIGTERM),
-            ("torchrun is killed and can end nobody", "torchrun is asked to end and ends its ranks"),
+            (
+                "SIGKILL ends torchrun before it can end its rank, which keeps the GPU",
+                "torchrun gets SIGTERM and ends its rank",
+            ),
         ),
     ),
 )

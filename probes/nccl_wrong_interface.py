@@ -1,4 +1,4 @@
-"""Two nodes with a bridge of containers and a cable: NCCL offers the bridge's address, which leads nowhere."""
+"""Two nodes have a container bridge and a network between them: NCCL advertises the bridge, which leads nowhere."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from kb.probe import (
 )
 from kb.training_config import spans_nodes
 
-BRIDGE, NIC = "br-kb0", "kb0"  # what a container runtime makes on every node, and the cable between the nodes
-IFF_UP, IFF_RUNNING = 0x1, 0x40  # switched on; and with a link
-BRIDGES_ADDRESS = "172.31.83.1"  # the same on every node, as such bridges have it
+BRIDGE, NIC = "br-kb0", "kb0"  # the bridge of a container runtime on each node, and the network between the nodes
+IFF_UP, IFF_RUNNING = 0x1, 0x40  # the interface is switched on; it also has a link
+BRIDGE_ADDRESS = "172.31.83.1"  # the same on every node, as container runtimes choose it
 
 
 def meet_over_nccl(ctx: Context, *, interface: str, bridge: bool = True) -> None:
-    """Rank 0 makes NCCL's unique id, which holds its address; rank 1, on the other node, connects to it."""
+    """Rank 0 makes NCCL's unique id, which contains its address; rank 1, on the other node, connects to it."""
     try:
         run_two_nodes(ctx, partial(connect_as_node, interface=interface, bridge=bridge))
     finally:
@@ -49,6 +49,7 @@ def meet_over_nccl(ctx: Context, *, interface: str, bridge: bool = True) -> None
 
 
 def connect_as_node(node: Context, *, interface: str, bridge: bool) -> None:
+    """What each of the two nodes does."""
     set_up_network(node, bridge)
     os.environ["NCCL_CONF_FILE"] = os.devnull
     if interface:
@@ -63,9 +64,9 @@ def connect_as_node(node: Context, *, interface: str, bridge: bool) -> None:
         return
     while not (node.dir / "id").exists():
         time.sleep(0.005)
-    address, its_port = (node.dir / "id").read_text().split()[:2]
+    address, port_in_id = (node.dir / "id").read_text().split()[:2]
     try:
-        socket.create_connection((address, int(its_port)), timeout=3).close()
+        socket.create_connection((address, int(port_in_id)), timeout=3).close()
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else str(error)
         where = " (this node's own)" if address in dict(interfaces()).values() else ""
@@ -74,43 +75,46 @@ def connect_as_node(node: Context, *, interface: str, bridge: bool) -> None:
 
 
 def unique_id() -> Tuple[Any, str, int, str]:
-    """An object that keeps listening, the address and port that go into the id, and what chose them."""
+    """The object that listens, the address and port in the id, and the name of what chose the address."""
     for nccl, version in nccl_libraries():
         buffer = (ctypes.c_char * 128)()
         if nccl.ncclGetUniqueId(buffer):
             no_interface(f"libnccl {version}")
         data = bytes(buffer)
-        at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases have no magic number
+        at = 8 if struct.unpack_from("=H", data, 8)[0] == socket.AF_INET else 0  # older releases: no magic number first
         port, packed = struct.unpack_from("!H4s", data, at + 2)
         return nccl, socket.inet_ntoa(packed), port, f"libnccl {version}"
-    chosen = choice(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
+    chosen = choose_interfaces(os.environ.get("NCCL_SOCKET_IFNAME", ""), interfaces())
     if not chosen:
         no_interface("NCCL's rules")
     listener = socket.create_server((chosen[0][1], 0))
-    return listener, chosen[0][1], listener.getsockname()[1], "NCCL's rules, as no libnccl is installed"
+    return listener, chosen[0][1], listener.getsockname()[1], "NCCL's rules, because no libnccl is installed"
 
 
 def no_interface(by: str) -> NoReturn:
-    here = " ".join(name for name, _ in interfaces())
-    raise Symptom(f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: {by} found none, and there are: {here}")
+    present = " ".join(name for name, _ in interfaces())
+    named = os.environ.get("NCCL_SOCKET_IFNAME")
+    raise Symptom(f"NCCL_SOCKET_IFNAME={named}: {by} found no such interface; this node has: {present}")
 
 
 # --- NCCL's rules --------------------------------------------------------------------------------------------------
 
 
-def choice(named: str, present: List[Tuple[str, str]], version: Tuple[int, ...] = ()) -> List[Tuple[str, str]]:
-    """Those of the present interfaces that NCCL uses, best first: the first is for its bootstrap."""
+def choose_interfaces(
+    named: str, present: List[Tuple[str, str]], version: Tuple[int, ...] = ()
+) -> List[Tuple[str, str]]:
+    """The present interfaces that NCCL uses, in its order; the first one carries the bootstrap."""
     rules = ["ib", "^docker,lo", "docker", "lo"]
     if version >= (2, 28):
         rules = ["ib", "^docker,lo,virbr", "docker", "lo", "virbr"]
     for rule in [named] if len(named) > 1 else rules:
-        but = rule.startswith("^")
-        exact = rule[but:].startswith("=")
-        words = [word.split(":")[0] for word in rule[but + exact :].split(",") if word]
+        excludes = rule.startswith("^")
+        exact = rule[excludes:].startswith("=")
+        words = [word.split(":")[0] for word in rule[excludes + exact :].split(",") if word]
         result = [
             (name, address)
             for name, address in present
-            if any(name == word if exact else name.startswith(word) for word in words) != but
+            if any(name == word if exact else name.startswith(word) for word in words) != excludes
         ]
         if result:
             return result
@@ -118,7 +122,7 @@ def choice(named: str, present: List[Tuple[str, str]], version: Tuple[int, ...] 
 
 
 def interfaces(flag: int = IFF_UP) -> List[Tuple[str, str]]:
-    """Name and IPv4 address of every interface that has one and this flag, in the kernel's order."""
+    """Name and address of every interface with an IPv4 address and this flag, in the kernel's order."""
     result = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -134,7 +138,7 @@ def interfaces(flag: int = IFF_UP) -> List[Tuple[str, str]]:
 
 
 def with_ipv6_only(present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
-    """And those that have an IPv6 address alone, link-local or not: NCCL takes these too, behind the others."""
+    """Adds the interfaces with only an IPv6 address, link-local or not, which NCCL takes after the others."""
     try:
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     except OSError:  # IPv6 is switched off
@@ -145,54 +149,54 @@ def with_ipv6_only(present: List[Tuple[str, str]]) -> List[Tuple[str, str]]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Which interface would NCCL take on this node? Its variable, its configuration files, then its rules."""
+    """Which interface would NCCL take on this node, by its variable, its configuration files and its rules?"""
     named, where = nccl_setting("NCCL_SOCKET_IFNAME")
     family, _ = nccl_setting("NCCL_SOCKET_FAMILY")
     if family == "AF_INET6":
-        return unknown("NCCL_SOCKET_FAMILY=AF_INET6, and this check looks at IPv4 addresses only")
+        return unknown("NCCL_SOCKET_FAMILY=AF_INET6, but this check knows only IPv4 addresses")
     version = nccl_release()
     try:
         present, linked = interfaces(), interfaces(IFF_RUNNING)
     except OSError as error:
-        return unknown(f"the interfaces cannot be listed: {error.strerror}")
+        return unknown(f"kb cannot list the interfaces: {error.strerror}")
     if version >= (2, 28):
         present = linked
-    here = ", ".join(f"{name} {address}" for name, address in present)
-    chosen = choice(named, present, version)
-    with_others = choice(named, with_ipv6_only(present), version) if family != "AF_INET" else chosen
-    if chosen[:1] != with_others[:1]:
-        other = " ".join(with_others[0])
-        return unknown(f"NCCL may use {other}, and this check knows the reach of IPv4 addresses only")
-    if not version and chosen != choice(named, linked):
-        since = ", ".join(name for name, _ in choice(named, linked)) or "none"
+    listed = ", ".join(f"{name} {address}" for name, address in present)
+    chosen = choose_interfaces(named, present, version)
+    with_ipv6 = choose_interfaces(named, with_ipv6_only(present), version) if family != "AF_INET" else chosen
+    if chosen[:1] != with_ipv6[:1]:
+        other = " ".join(with_ipv6[0])
+        return unknown(f"NCCL may use {other}, but this check knows only what IPv4 addresses reach")
+    if not version and chosen != choose_interfaces(named, linked):
+        since = ", ".join(name for name, _ in choose_interfaces(named, linked)) or "none"
         before = ", ".join(name for name, _ in chosen)
-        return unknown(f"NCCL 2.28 and newer would use {since}, as they want a link, older ones {before}")
-    advice = "NCCL_SOCKET_IFNAME=<interface in the network that the nodes share>, on each node by its own name"
+        return unknown(f"NCCL 2.28 and newer would use {since}, because they need a link; older releases {before}")
+    advice = "on each node, set NCCL_SOCKET_IFNAME to its interface in the network that the nodes share"
     if not chosen and named:
-        return exposed(f"NCCL_SOCKET_IFNAME={named} ({where}) matches none of: {here or 'none'}", advice=advice)
+        return exposed(f"NCCL_SOCKET_IFNAME={named} ({where}) matches none of: {listed or 'none'}", advice=advice)
     if not chosen:
-        return unknown("no interface with an IPv4 address is up here")
-    evidence = [f"NCCL would use {', '.join(name for name, _ in chosen)} of: {here}"]
+        return unknown("no interface with an IPv4 address is up on this node")
+    evidence = [f"NCCL would use {', '.join(name for name, _ in chosen)} of: {listed}"]
     evidence += [f"NCCL_SOCKET_IFNAME={named} ({where})"] if named else []
-    several = spans_nodes(params["nodes"])
-    if several is False:
-        return clear(*evidence, "the job stays on this node, where every interface will do")
+    many_nodes = spans_nodes(params["nodes"])
+    if many_nodes is False:
+        return clear(*evidence, "the job stays on this node, where every interface works")
     first = chosen[0]
     if not is_of_this_host_only(*first):
         virtual = [name for name, address in chosen[1:] if is_of_this_host_only(name, address)]
-        if virtual and several:
-            what = f"{', '.join(virtual)} leads nowhere, and NCCL sends data over all that it uses, without InfiniBand"
+        if virtual and many_nodes:
+            what = f"without InfiniBand NCCL sends data over all of these, but {', '.join(virtual)} leads nowhere"
             return unknown(*evidence, what, advice=advice)
-        return unknown(*evidence, f"whether the other nodes reach {first[1]} cannot be seen from here")
+        return unknown(*evidence, f"kb cannot tell from this node whether the other nodes reach {first[1]}")
     if first[0].startswith("virbr") and not named and not version:
-        return unknown(*evidence, "NCCL 2.28 and newer leave out virbr*, older ones would take it", advice=advice)
-    if several:
-        return exposed(*evidence, f"{first[0]} belongs to this host alone, and the job spans nodes", advice=advice)
-    return unknown(*evidence, f"{first[0]} belongs to this host alone: right for one node, wrong for several (nodes=2)")
+        return unknown(*evidence, "NCCL 2.28 and newer exclude virbr*, older releases would take it", advice=advice)
+    if many_nodes:
+        return exposed(*evidence, f"{first[0]} leads to no other host, and the job spans nodes", advice=advice)
+    return unknown(*evidence, f"{first[0]} leads to no other host: right for one node, wrong for more (--set nodes=2)")
 
 
 def is_of_this_host_only(name: str, address: str) -> bool:
-    """Loopback, link-local, or a bridge or tunnel end that container runtimes and libvirt make; br-ex is none."""
+    """Loopback, link-local, or a bridge or tunnel end of a container runtime or libvirt; br-ex is not one."""
     made = re.match(r"docker|br-[0-9a-f]{12}$|virbr|veth|lxc|lxdbr|cni|podman", name)
     return address.startswith(("127.", "169.254.")) or bool(made)
 
@@ -201,20 +205,20 @@ def is_of_this_host_only(name: str, address: str) -> bool:
 
 
 def set_up_network(node: Context, bridge: bool) -> None:
-    """First the bridge, if any, then the cable: the order in which NCCL sees them."""
+    """Makes the bridge, if any, and then the network between the nodes: NCCL sees them in this order."""
     own_network()
-    if Path("/etc/nccl.conf").exists():  # its settings for this host's interfaces are no part of the job
+    if Path("/etc/nccl.conf").exists():  # its settings are for the interfaces of this host, not of the two nodes
         bind_over("/dev/null", "/etc/nccl.conf")
     bring_up("lo")
     if bridge:
         lay_cable(BRIDGE, "kbbr1", os.getpid())
         bring_up("kbbr1")
-        bring_up(BRIDGE, BRIDGES_ADDRESS)
+        bring_up(BRIDGE, BRIDGE_ADDRESS)
     join_nodes(node, NIC)
 
 
 def start_nccl(ctx: Context) -> None:
-    """Both arms are this job. They differ in NCCL_SOCKET_IFNAME alone, which NCCL reads from the environment."""
+    """The job of both arms, which differ only in NCCL_SOCKET_IFNAME in the environment."""
     import torch
 
     ctx.reached()
@@ -225,8 +229,8 @@ def start_nccl(ctx: Context) -> None:
 
 
 STANDS_FOR = (
-    "NCCL between GPUs: the address is chosen by this machine's libnccl, where one is installed, else by its rules; "
-    "the connection of the other rank is a plain socket"
+    "NCCL between GPUs; libnccl chooses the address if it is installed, else kb applies its rules, "
+    "and the other rank connects with a plain socket"
 )
 
 OWN_LOOPBACK = symptom(r"connect to 127\.0\.0\.1 \(this node's own\).*Connection refused")
@@ -237,11 +241,11 @@ def on_two_nodes(
 ) -> Experiment:
     """`settings` are the values of NCCL_SOCKET_IFNAME without and with the fix."""
     jobs = [partial(meet_over_nccl, interface=value, bridge=bridge) for value in settings]
-    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    fidelity: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
     return Experiment(
         name=name,
-        control=Arm(jobs[0], expect=expect, because=because, **like),
-        treatment=Arm(jobs[1], expect=completed(), because=fix, **like),
+        control=Arm(jobs[0], expect=expect, because=because, **fidelity),
+        treatment=Arm(jobs[1], expect=completed(), because=fix, **fidelity),
         world_size=1,
         needs=Needs(packages={}),
         expected_s=(0.2, 0.2),
@@ -249,7 +253,7 @@ def on_two_nodes(
 
 
 probe = Probe(
-    params={"nodes": Param("int", "how many nodes the job has; 0: as the launcher's variables say", 0)},
+    params={"nodes": Param("int", "number of nodes of the job; 0: kb reads the launcher's variables", 0)},
     check=check,
     experiments=(
         Experiment(
@@ -264,7 +268,7 @@ probe = Probe(
             treatment=Arm(
                 start_nccl,
                 expect=completed(),
-                because="NCCL_SOCKET_IFNAME=lo, which is there and right for one node",
+                because="NCCL_SOCKET_IFNAME=lo names an interface that every node has and that is right for one node",
                 fidelity="hardware",
                 env={"NCCL_SOCKET_IFNAME": "lo"},
             ),
@@ -277,9 +281,9 @@ probe = Probe(
         on_two_nodes(
             "two-nodes",
             ("", NIC),
-            symptom(rf"connect to {re.escape(BRIDGES_ADDRESS)} \(this node's own\).*Connection refused"),
-            f"NCCL takes the first interface that is not docker* or lo, here {BRIDGE}",
-            f"NCCL_SOCKET_IFNAME={NIC}, the interface between the nodes",
+            symptom(rf"connect to {re.escape(BRIDGE_ADDRESS)} \(this node's own\).*Connection refused"),
+            f"NCCL takes the first interface that is not docker* or lo, which is {BRIDGE}, the container bridge",
+            f"NCCL_SOCKET_IFNAME={NIC} names the interface in the network between the nodes",
         ),
     ),
     variants=(
@@ -287,22 +291,22 @@ probe = Probe(
             "excluded",
             ("^docker0", "^lo,docker,br-,veth,virbr"),
             OWN_LOOPBACK,
-            "NCCL_SOCKET_IFNAME=^docker0, so lo is no longer left out and comes first",
-            "all that is of one host only is excluded, lo and the bridge with it",
+            "NCCL_SOCKET_IFNAME=^docker0 replaces the default that excludes lo, so NCCL takes lo first",
+            "NCCL_SOCKET_IFNAME=^lo,docker,br-,veth,virbr excludes lo and the bridge as well",
         ),
         on_two_nodes(
             "list",
             ("lo", f"=eth0,{NIC}"),
             OWN_LOOPBACK,
-            "NCCL_SOCKET_IFNAME=lo, as for one node",
-            "the names of both kinds of nodes are listed, and each uses what it has",
+            "NCCL_SOCKET_IFNAME=lo is left over from a run on one node",
+            f"NCCL_SOCKET_IFNAME==eth0,{NIC} lists the names of both kinds of nodes, and each node uses its own",
         ),
         on_two_nodes(
             "fixed-name",
             ("eth0", ""),
-            symptom(r"NCCL_SOCKET_IFNAME=eth0: .{1,40} found none, and there are: lo kb0"),
-            "NCCL_SOCKET_IFNAME=eth0 on a node whose only card is called otherwise",
-            "the setting is removed, and the one network of the node is taken",
+            symptom(r"NCCL_SOCKET_IFNAME=eth0: .{1,60} found no such interface; this node has: lo kb0"),
+            "NCCL_SOCKET_IFNAME=eth0, but the only network interface of the node has another name",
+            "the setting is removed, so NCCL takes the only network interface of the node",
             bridge=False,
         ),
     ),

@@ -1,6 +1,6 @@
-"""Ray reserves all bundles of a placement group or none, and waits without an end for what the cluster has not.
+"""Ray reserves all bundles of a placement group or none, and waits forever for resources that the cluster lacks.
 
-The GPUs of the Ray cluster here are numbers, which Ray takes as they are given; no task uses one.
+The GPUs of the probe's Ray cluster are only numbers, which Ray does not verify; no task uses a GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUNDLES: List[Dict[str, float]] = [{"CPU": 1, "GPU": 1}] * GPUS
 
 
 def wait_for_bundles(ctx: Context, *, cpus: int) -> None:
-    """A table of free resources; a request for all bundles waits until they are there."""
+    """A table of free resources; the request for all bundles waits until the table has them."""
     free = {"CPU": float(cpus), "GPU": float(GPUS)}
     released = threading.Condition()
     needed = {name: sum(bundle[name] for bundle in BUNDLES) for name in free}
@@ -45,23 +45,23 @@ def wait_for_bundles(ctx: Context, *, cpus: int) -> None:
     with released:
         granted = released.wait_for(lambda: all(free[name] >= needed[name] for name in needed), timeout=1.0)
     if not granted:
-        raise Symptom(f"pending: {free['GPU']:g} of {GPUS} GPUs free, {needed['CPU']:g} CPUs asked for, {cpus} there")
+        raise Symptom(f"pending: {free['GPU']:g} of {GPUS} GPUs free, {needed['CPU']:g} CPUs needed, {cpus} present")
     assert needed == {"CPU": 2, "GPU": 2}
 
 
 def isolate(ctx: Context) -> None:
-    """No setting of the reader's Ray; its files, and what it keeps in the home directory, in that of the arm."""
+    """Removes the user's settings of Ray, and puts its files and its home directory into the folder of the arm."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         del os.environ[name]
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray compares it with the number of GPUs that it is given
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray would compare it with num_gpus
     os.environ.update(HOME=str(ctx.dir), RAY_TMPDIR=str(ctx.dir), RAY_USAGE_STATS_ENABLED="0")
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # its ports are the network's
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))  # others can reach its ports
     os.mkdir(ctx.path("ray"))
 
 
 @contextmanager
 def cluster(ctx: Context, cpus: int) -> Iterator[Any]:
-    """Ray on this machine alone."""
+    """A Ray cluster on this machine only."""
     isolate(ctx)
     import ray  # type: ignore[import-not-found]
 
@@ -81,18 +81,18 @@ def cluster(ctx: Context, cpus: int) -> Iterator[Any]:
 
 
 def reserve(ray: Any, name: str) -> None:
-    """What a trainer does at its start, with a limit, which trainers lack."""
-    groups = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of this name
+    """Reserves GPUs as a trainer does when it starts, but with a time limit, which trainers lack."""
+    groups = importlib.import_module("ray.util.placement_group")  # `ray.util` has a function of the same name
     group = groups.placement_group(BUNDLES, strategy="STRICT_PACK", name=name)
     if not group.wait(3):
         state = groups.placement_group_table(group)["stats"]["scheduling_state"]
         total, free = ray.cluster_resources(), ray.available_resources()
         gpus, cpus = (f"{free.get(key, 0):g} of {total.get(key, 0):g} {key}s" for key in ("GPU", "CPU"))
-        raise Symptom(f"pending, {state}: {gpus} and {cpus} are free, 2 GPUs and 2 CPUs asked for")
+        raise Symptom(f"pending, {state}: {gpus} and {cpus} are free, 2 GPUs and 2 CPUs needed")
 
 
-def place(ctx: Context, *, cpus: int) -> None:
-    """Two free GPUs, and a group that asks for a CPU with each."""
+def reserve_with_cpus(ctx: Context, *, cpus: int) -> None:
+    """Reserves two GPUs and a CPU for each, in a cluster with this number of CPUs."""
     with cluster(ctx, cpus) as ray:
         ctx.reached()
         reserve(ray, "global_pool")
@@ -110,8 +110,8 @@ print(group.id.hex())
 """
 
 
-def follow(ctx: Context, *, removes: bool) -> None:
-    """An earlier job has ended and left a detached placement group; then the next job starts."""
+def reserve_after_job(ctx: Context, *, removes: bool) -> None:
+    """An earlier job ends and leaves a detached placement group behind; then the next job starts."""
     with cluster(ctx, 2) as ray:
         command = [sys.executable, "-c", EARLIER_JOB, ray.get_runtime_context().gcs_address]
         group_id = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=90).stdout.split()[-1]
@@ -126,27 +126,27 @@ def follow(ctx: Context, *, removes: bool) -> None:
         reserve(ray, "global_pool")
 
 
-def join(ctx: Context, *, nodes: int) -> None:
-    """A group for each of two nodes, as for `trainer.nnodes=2`; the second node joins before, or does not."""
+def reserve_on_nodes(ctx: Context, *, nodes: int) -> None:
+    """Reserves a group for each of two nodes, as with `trainer.nnodes=2`, in a cluster of one node or two."""
     isolate(ctx)
     import ray
     from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
 
     node = {"num_cpus": 2, "num_gpus": GPUS, "object_store_memory": 80 << 20, "include_dashboard": False}
-    machines = Cluster(initialize_head=True, head_node_args=node)
+    ray_cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
         for _ in range(nodes - 1):
-            machines.add_node(**node)
-        ray.init(address=machines.address, log_to_driver=False)
+            ray_cluster.add_node(**node)
+        ray.init(address=ray_cluster.address, log_to_driver=False)
         ctx.reached()
         for name in ("global_pool:0", "global_pool:1"):
             reserve(ray, name)
     finally:
         ray.shutdown()
-        machines.shutdown()
+        ray_cluster.shutdown()
 
 
-# --- the check: does `ray status` show a request that the cluster cannot meet? What did Ray find on this node? -------
+# --- the check: does `ray status` show a request that the cluster cannot meet, and what did Ray find on this node? ---
 
 N = r"(\d{1,9}(?:\.\d+)?)"
 USAGE = re.compile(rf"^\s*{N}/{N} (\S+)(?: \({N} used of {N} reserved)?", re.MULTILINE)
@@ -156,7 +156,7 @@ COUNTED = re.compile(r"\{([^{}]*)\}(?: \* (\d{1,6})\b)?")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read a saved `ray status`; without one, what the raylet of this node was started with."""
+    """Reads a saved `ray status`, or else the resources with which the raylet of this node was started."""
     if not params["status"]:
         return check_node()
     try:
@@ -166,51 +166,59 @@ def check(params: Mapping[str, Any]) -> Finding:
     if "Node status" not in text or "Demands:" not in text:
         return unknown(f"{params['status']} is not the output of ray status")
     total, free = {}, {}
-    usage = text.split("Usage:", 1)[-1].split("Demands:", 1)[0]  # after it `ray status -v` repeats each node
+    usage = text.split("Usage:", 1)[-1].split("Demands:", 1)[0]  # below, `ray status -v` repeats it for each node
     for used, there, name, inside, reserved in USAGE.findall(usage):
-        # `used` has what is used inside groups, and not the rest of what they reserve
+        # `used` includes what jobs use inside groups, but not the rest that the groups reserve
         total[name] = float(there)
         free[name] = float(there) - float(used) + float(inside or 0) - float(reserved or 0)
-    nodes = text.split("Node status", 1)[1].split("Pending:", 1)[0]  # active ones, and idle ones where there is a list
+    nodes = text.split("Node status", 1)[1].split("Pending:", 1)[0]  # active nodes, and idle ones if Ray lists them
     evidence = [f"nodes: {sum(map(int, re.findall(r'^ *([0-9]{1,6}) ', nodes, re.MULTILINE)))}"]
     evidence += [f"{free[name]:g} of {total[name]:g} {name} free" for name in total]
     demands = DEMAND.findall(text)
     if not demands or not total:
-        why = "no numbers or no pending demand: granted, or not yet asked for, or not the cluster of the job"
-        return unknown(*evidence, why, advice="compare the address in the driver's log; py-spy dump on the actors")
+        why = "no pending demand: Ray granted it, the job has not made it yet, or the job uses another cluster"
+        advice = "compare the cluster's address with the driver's log, and run py-spy dump on the actors"
+        return unknown(*evidence, why, advice=advice)
     evidence += [f"pending {kind}: {bundles}" for bundles, kind in demands]
     if "(no pending nodes)" not in text:
-        return unknown(*evidence, "nodes are being started: look again when they are there")
+        return unknown(*evidence, "nodes are starting: run `ray status` again when they have joined")
     for bundles, kind in demands:
-        asked: Dict[str, float] = {}
+        needed: Dict[str, float] = {}
         for bundle, count in COUNTED.findall(bundles):
             for name, amount in re.findall(rf"'([^']+)': {N}", bundle):
-                asked[name] = asked.get(name, 0) + float(amount) * int(count or 1)
-        for name in sorted({"CPU", "GPU", "NPU", *total} & set(asked)):
-            if asked[name] > total.get(name, 0):
-                why = f"{asked[name]:g} {name} asked for, {total.get(name, 0):g} in the whole cluster"
-                return exposed(*evidence, why, advice="more nodes, their true numbers in `ray start`, or ask for less")
-            if asked[name] > free[name] + 1e-6 and (kind != "tasks/actors" or "GPU" in asked):
-                why = f"{asked[name]:g} {name} asked for, {free[name]:g} free: a job, group or actor has the rest"
-                return exposed(*evidence, why, advice="ray list placement-groups, ray list actors, ray job list")
-    why = "enough in sum: a bundle has to fit on one node, STRICT_PACK all of them, node:IP on that node"
-    return unknown(*evidence, why, advice="ray list nodes")
+                needed[name] = needed.get(name, 0) + float(amount) * int(count or 1)
+        for name in sorted({"CPU", "GPU", "NPU", *total} & set(needed)):
+            if needed[name] > total.get(name, 0):
+                why = f"the job needs {needed[name]:g} {name}, the whole cluster has {total.get(name, 0):g}"
+                advice = "add nodes, give `ray start` the true numbers, or request less"
+                return exposed(*evidence, why, advice=advice)
+            if needed[name] > free[name] + 1e-6 and (kind != "tasks/actors" or "GPU" in needed):
+                why = (
+                    f"the job needs {needed[name]:g} {name}, {free[name]:g} are free: other jobs or groups use the rest"
+                )
+                advice = "find what uses them: ray list placement-groups, ray list actors, ray job list"
+                return exposed(*evidence, why, advice=advice)
+    why = "the cluster has enough in total, but a bundle must fit on one node, and STRICT_PACK puts all on one node"
+    return unknown(*evidence, why, advice="compare the bundles with the nodes: ray list nodes")
 
 
 def check_node() -> Finding:
-    """The resources in the command line of the raylet, against the cards that are given to this container or host."""
+    """Compares the resources in the command line of the raylet with the cards of this container or host."""
     found = [match[1].split(",") for match in map(RESOURCES.search, command_lines()) if match]
     if not found:
-        why = "no raylet that may be seen here: Ray does not run on this node, or for another user"
-        return unknown(why, advice="`ray status > FILE` on a node of the cluster, then --set status=FILE")
+        why = "kb sees no raylet: Ray does not run on this node, or it runs for another user"
+        advice = "run `ray status > FILE` on a node of the cluster, then use --set status=FILE"
+        return unknown(why, advice=advice)
     cards = len(list(Path("/dev").glob("nvidia[0-9]*")))
     offers = [dict(zip(words[::2], words[1::2])) for words in found]
     evidence = [f"Ray offers {offer.get('CPU', 0)} CPU and {offer.get('GPU', 0)} GPU of this node" for offer in offers]
     evidence.append(f"{cards} cards in /dev")
     if cards and not any("GPU" in offer for offer in offers):
-        why = "Ray found no card, or was told so (--num-gpus=0), or its job may not use them"
-        return unknown(*evidence, why, advice="nvidia-smi and CUDA_VISIBLE_DEVICES in the shell of `ray start`")
-    return unknown(*evidence, "what the job asks for is not seen here", advice="--set status=FILE of `ray status`")
+        why = "Ray found no card, was started with --num-gpus=0, or may not use the cards"
+        advice = "look at nvidia-smi and CUDA_VISIBLE_DEVICES in the shell that runs `ray start`"
+        return unknown(*evidence, why, advice=advice)
+    advice = "run `ray status > FILE` while the job waits, then use --set status=FILE"
+    return unknown(*evidence, "kb cannot see on this node what the job requests", advice=advice)
 
 
 def command_lines() -> Iterator[str]:
@@ -221,7 +229,7 @@ def command_lines() -> Iterator[str]:
                 yield b" ".join(words).decode("utf-8", "replace")
 
 
-TABLE = "Ray's scheduler, which reserves all bundles of a group or none: a table of free resources"
+TABLE = "Ray's scheduler, which reserves all bundles of a group or none; a table of free resources does the same"
 
 
 def in_ray(name: str, control: Any, treatment: Any, pattern: str, because: Tuple[str, str]) -> Experiment:
@@ -238,19 +246,23 @@ def in_ray(name: str, control: Any, treatment: Any, pattern: str, because: Tuple
 
 probe = Probe(
     check=check,
-    params={"status": Param("path", "saved output of `ray status`, taken while the job waits")},
+    params={"status": Param("path", "saved output of `ray status`, taken while the job waits, for the check")},
     experiments=(
         Experiment(
             name="bundles",
             control=Arm(
                 partial(wait_for_bundles, cpus=1),
-                symptom(r"pending: 2 of 2 GPUs free, 2 CPUs asked for, 1 there"),
-                "all GPUs are free, the CPUs beside them are too few",
+                symptom(r"pending: 2 of 2 GPUs free, 2 CPUs needed, 1 present"),
+                "two GPUs are free, but the bundles need two CPUs as well, and the node has only one",
                 "stand-in",
                 TABLE,
             ),
             treatment=Arm(
-                partial(wait_for_bundles, cpus=2), completed(), "as many CPUs as asked for", "stand-in", TABLE
+                partial(wait_for_bundles, cpus=2),
+                completed(),
+                "the node has the two CPUs that the bundles need",
+                "stand-in",
+                TABLE,
             ),
             world_size=1,
             needs=Needs(packages={}),
@@ -260,24 +272,33 @@ probe = Probe(
     variants=(
         in_ray(
             "cpus",
-            partial(place, cpus=1),
-            partial(place, cpus=2),
-            r"pending, INFEASIBLE: 2 of 2 GPUs and 1 of 1 CPUs are free, 2 GPUs and 2 CPUs asked for",
-            ("the node has two GPUs and one CPU", "the node offers two CPUs"),
+            partial(reserve_with_cpus, cpus=1),
+            partial(reserve_with_cpus, cpus=2),
+            r"pending, INFEASIBLE: 2 of 2 GPUs and 1 of 1 CPUs are free, 2 GPUs and 2 CPUs needed",
+            (
+                "the group needs two GPUs and two CPUs, and the node offers only one CPU",
+                "the node offers two CPUs",
+            ),
         ),
         in_ray(
             "left-over",
-            partial(follow, removes=False),
-            partial(follow, removes=True),
+            partial(reserve_after_job, removes=False),
+            partial(reserve_after_job, removes=True),
             r"pending, NO_RESOURCES: 0 of 2 GPUs and 2 of 2 CPUs are free",
-            ("the group of a job that has ended keeps both GPUs", "the next job removes it first"),
+            (
+                "a detached placement group of a job that has ended keeps both GPUs",
+                "the next job removes the placement group of the ended job first",
+            ),
         ),
         in_ray(
             "nodes",
-            partial(join, nodes=1),
-            partial(join, nodes=2),
+            partial(reserve_on_nodes, nodes=1),
+            partial(reserve_on_nodes, nodes=2),
             r"pending, NO_RESOURCES: 0 of 2 GPUs and 0 of 2 CPUs are free",
-            ("the second node has not joined", "two nodes, a group on each"),
+            (
+                "the job reserves a group for each of two nodes, and the second node has not joined",
+                "both nodes have joined, so each gets a group",
+            ),
         ),
     ),
 )

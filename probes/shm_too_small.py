@@ -1,4 +1,4 @@
-"""Shared memory segments as NCCL makes them, in a /dev/shm of Docker's default size and in a larger one."""
+"""Makes the shared memory segments of NCCL, in a /dev/shm of Docker's default size and in a larger one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from kb.probe import (
     unknown,
 )
 
-SEGMENT = 9637888  # bytes of one connection's buffers in NCCL, as its messages name them
+SEGMENT = 9637888  # bytes of the buffers of one connection, as NCCL's messages name them
 DOCKERS_MIB, ENOUGH_MIB = 64, 1024
-QUEUE_MIB = 33  # of one rank's proxy in each communicator that uses the network, in NCCL 2.28 and newer
-POPULATE_WRITE = 23  # of madvise
+QUEUE_MIB = 33  # for the proxy of one rank in each communicator that uses the network, since NCCL 2.28
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
 def connect(ctx: Context, *, shm_mib: int) -> None:
-    """Two rings over the GPUs, one segment for each connection, reserved with fallocate as NCCL does since 2.19."""
+    """Reserves one segment for each connection of two rings over the GPUs with fallocate, as NCCL does since 2.19."""
     own_dev_shm(shm_mib)
     ctx.reached()
     segments = 2 * ctx.params["gpus"]
@@ -59,7 +59,7 @@ def reserve(segments: int, shm_mib: int) -> None:
 
 
 def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
-    """The same with ftruncate, as in NCCL 2.12 to 2.18: nothing is reserved, so the first write finds no page."""
+    """Makes a segment with ftruncate, as NCCL 2.12 to 2.18 do: it reserves nothing, so a write finds no page."""
     import mmap
 
     own_dev_shm(shm_mib)
@@ -73,7 +73,7 @@ def connect_unreserved(ctx: Context, *, shm_mib: int) -> None:
 
 
 def connect_pinned(ctx: Context, *, shm_mib: int) -> None:
-    """NCCL 2.16 to 2.18: a number is written behind the buffers, then CUDA pins all pages; here the kernel is asked."""
+    """NCCL 2.16 to 2.18 write after the buffers, then CUDA pins all pages. Here madvise asks the kernel for them."""
     import errno
     import mmap
 
@@ -87,13 +87,13 @@ def connect_pinned(ctx: Context, *, shm_mib: int) -> None:
             segment.madvise(POPULATE_WRITE)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                raise Unavailable("this kernel is older than 5.14 and has no MADV_POPULATE_WRITE") from error
+                raise Unavailable("this kernel is older than 5.14 and lacks MADV_POPULATE_WRITE") from error
             space = f"/dev/shm of {shm_mib} MiB"
             raise Symptom(f"cannot pin the pages of {path}: {error.strerror} ({error.errno}); {space}") from error
 
 
 def connect_beside_leftovers(ctx: Context, *, removed: bool) -> None:
-    """A job on two GPUs, where one that was killed has left the segments of four connections."""
+    """A job on two GPUs starts after a killed job that left the segments of four connections behind."""
     own_dev_shm(DOCKERS_MIB)
     for number in range(4):
         with Path(f"/dev/shm/nccl-left{number}").open("wb") as left:
@@ -106,19 +106,19 @@ def connect_beside_leftovers(ctx: Context, *, removed: bool) -> None:
 
 
 def connect_after_remount(ctx: Context, *, remounted: bool) -> None:
-    """Inside a running container: the same /dev/shm gets another size."""
+    """Gives the same /dev/shm a larger size, inside a running container."""
     own_dev_shm(DOCKERS_MIB)
     ctx.reached()
     if remounted:
         command = ["mount", "-o", "remount,size=8g", "/dev/shm"]
         result = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if result.returncode:
-            raise Unavailable(f"this machine lets nobody remount here: {result.stderr.strip()}")
+            raise Unavailable(f"this machine does not allow a remount: {result.stderr.strip()}")
     reserve(2 * ctx.params["gpus"], DOCKERS_MIB)
 
 
 def all_reduce(ctx: Context, *, shm_mib: int) -> None:
-    """NCCL itself between two GPUs of this process, over shared memory of the host."""
+    """NCCL between two GPUs of this process, over shared memory of the host."""
     own_dev_shm(shm_mib)
     import torch
 
@@ -145,35 +145,34 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = [f"/dev/shm: {total} MiB, {free} MiB free"]
     stale = sorted(Path("/dev/shm").glob("nccl-*"))
     if stale:
-        evidence.append(f"{len(stale)} files nccl-* there: of jobs that run now, or left over by killed ones")
+        evidence.append(f"it contains {len(stale)} files nccl-*, from running jobs or left behind by killed ones")
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
     needed = 2 * gpus * SEGMENT >> 20
-    advice = "docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm"
+    advice = "use docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory at /dev/shm"
     if gpus < 2:
-        return unknown(*evidence, f"{gpus} NVIDIA GPUs are visible here, so NCCL has nobody to share memory with")
-    evidence.append(f"{gpus} GPUs: about {needed} MiB where they talk through shared memory (2 segments each)")
+        return unknown(*evidence, f"kb sees {gpus} NVIDIA GPUs, and NCCL shares memory only between two or more")
+    evidence.append(f"{gpus} GPUs: about {needed} MiB if they communicate through shared memory (2 segments each)")
     pairs = (gpus - 1) * needed + gpus * QUEUE_MIB  # all-to-all connects every GPU with every other
     if free >= max(ENOUGH_MIB, 4 * pairs):
-        several = f"enough for several communicators, also for all-to-all ({pairs} MiB each)"
-        return clear(*evidence, f"{several}; what data loader workers take is not counted")
+        enough = f"this is enough for multiple communicators, even with all-to-all ({pairs} MiB each)"
+        return clear(*evidence, f"{enough}; kb did not count what DataLoader workers use")
     distances = gpu_distances()
     direct = distances and all(link.startswith("NV") or link in ("PIX", "PXB") for link in distances)
     if direct and free > SEGMENT >> 20:
-        alone = "all pairs are on NVLink or PCIe switches: if P2P works there, a job on one node needs little of it"
-        across = f"in a job on several, {gpus * QUEUE_MIB} MiB for the queues of each process group"
-        return unknown(*evidence, alone, across, advice=advice)
+        one_node = "all GPUs are linked by NVLink or PCIe switches: if P2P works, a job on one node needs little"
+        more_nodes = f"a job on multiple nodes needs {gpus * QUEUE_MIB} MiB for the queues of each process group"
+        return unknown(*evidence, one_node, more_nodes, advice=advice)
     if free < needed and not distances and free > SEGMENT >> 20:
-        return unknown(
-            *evidence, "nvidia-smi does not say how they are linked, so whether they do is not known", advice=advice
-        )
+        why = "nvidia-smi does not show how the GPUs are linked, so kb cannot tell whether they use shared memory"
+        return unknown(*evidence, why, advice=advice)
     if free < needed:
         return exposed(*evidence, advice=advice)
-    enough = f"enough for the rings of one communicator; all-to-all takes {pairs} MiB, every further group its own"
+    enough = f"enough for the rings of one communicator; all-to-all needs {pairs} MiB, and each further group more"
     return unknown(*evidence, enough, advice=advice)
 
 
 def gpu_distances() -> Optional[List[str]]:
-    """The links between pairs of GPUs (NV12, PIX, SYS, ...) from nvidia-smi; None without an answer."""
+    """The links between pairs of GPUs (NV12, PIX, SYS, ...) from nvidia-smi; None if it does not answer."""
     command = ["nvidia-smi", "topo", "-m"]
     try:
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=2, check=True)
@@ -183,12 +182,12 @@ def gpu_distances() -> Optional[List[str]]:
     return [word for row in rows for word in row.split()[: len(rows)] if word != "X"]
 
 
-SMALL = "/dev/shm has the 64 MiB that Docker gives it"
-LARGE = "/dev/shm has 1 GiB, as after --shm-size=1g"
-LIKE_NCCL = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}  # in both arms: through /dev/shm, not around it
+SMALL = "/dev/shm has Docker's default of 64 MiB, and the segments need more"
+LARGE = "/dev/shm has 1 GiB, as with --shm-size=1g"
+USE_SHM = {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"}  # in both arms, or NCCL would avoid /dev/shm
 
 NO_SPACE = symptom(r"cannot extend /dev/shm/nccl-\w+ to \d+ bytes: No space left on device")
-TRANSPORT = "the shared memory transport of NCCL, which needs GPUs; the system calls are the same"
+TRANSPORT = "NCCL's shared memory transport, which needs GPUs; the probe makes the same system calls"
 
 
 def without_gpus(
@@ -199,12 +198,12 @@ def without_gpus(
     stands_for: str = TRANSPORT,
     programs: Tuple[str, ...] = (),
 ) -> Experiment:
-    """`jobs` are without and with the fix."""
-    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": stands_for}
+    """`jobs` and `because` are those of the control arm and of the treatment arm."""
+    fidelity: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": stands_for}
     return Experiment(
         name=name,
-        control=Arm(jobs[0], expect=expect, because=because[0], **like),
-        treatment=Arm(jobs[1], expect=completed(), because=because[1], **like),
+        control=Arm(jobs[0], expect=expect, because=because[0], **fidelity),
+        treatment=Arm(jobs[1], expect=completed(), because=because[1], **fidelity),
         world_size=1,
         needs=Needs(packages={}, programs=programs),
         expected_s=(0.1, 0.1),
@@ -212,7 +211,7 @@ def without_gpus(
 
 
 probe = Probe(
-    params={"gpus": Param("int", "GPUs of the node that talk through shared memory, two segments each", 4)},
+    params={"gpus": Param("int", "GPUs of the node that communicate through shared memory, two segments each", 4)},
     check=check,
     experiments=(
         Experiment(
@@ -220,16 +219,16 @@ probe = Probe(
             control=Arm(
                 partial(all_reduce, shm_mib=1),
                 expect=raised(r"unhandled system error|shared memory segment|failed to extend"),
-                because="/dev/shm has 1 MiB",
+                because="/dev/shm has 1 MiB, less than NCCL needs",
                 fidelity="hardware",
-                env=LIKE_NCCL,
+                env=USE_SHM,
             ),
             treatment=Arm(
                 partial(all_reduce, shm_mib=ENOUGH_MIB),
                 expect=completed(),
                 because=LARGE,
                 fidelity="hardware",
-                env=LIKE_NCCL,
+                env=USE_SHM,
             ),
             world_size=1,
             backend="nccl",
@@ -247,26 +246,35 @@ probe = Probe(
         without_gpus(
             "unreserved",
             (partial(connect_unreserved, shm_mib=1), partial(connect_unreserved, shm_mib=DOCKERS_MIB)),
-            ("/dev/shm has 1 MiB, and nothing was reserved", "/dev/shm has 64 MiB, enough for one segment"),
+            (
+                "/dev/shm has 1 MiB and ftruncate reserves nothing, so a write to the segment raises SIGBUS",
+                "/dev/shm has 64 MiB, enough for one segment",
+            ),
             expect=killed("SIGBUS"),
-            stands_for="NCCL 2.12 to 2.18, which makes its segments in this way",
+            stands_for="NCCL 2.12 to 2.18, which make segments with ftruncate",
         ),
         without_gpus(
             "pinned",
             (partial(connect_pinned, shm_mib=1), partial(connect_pinned, shm_mib=DOCKERS_MIB)),
-            ("/dev/shm has 1 MiB, and nothing was reserved", "/dev/shm has 64 MiB, enough for one segment"),
+            (
+                "/dev/shm has 1 MiB and ftruncate reserves nothing, so the kernel cannot pin the segment's pages",
+                "/dev/shm has 64 MiB, enough for one segment",
+            ),
             expect=symptom(r"cannot pin the pages of /dev/shm/nccl-\w+: Bad address"),
             stands_for="NCCL 2.16 to 2.18, whose segments CUDA pins",
         ),
         without_gpus(
             "leftovers",
             (partial(connect_beside_leftovers, removed=False), partial(connect_beside_leftovers, removed=True)),
-            ("segments of a killed job fill half of /dev/shm", "they were removed"),
+            (
+                "segments of a killed job fill half of /dev/shm",
+                "the next job first removes the segments of the killed job",
+            ),
         ),
         without_gpus(
             "remount",
             (partial(connect_after_remount, remounted=False), partial(connect_after_remount, remounted=True)),
-            (SMALL, "/dev/shm was remounted with 8 GiB, in the running container"),
+            (SMALL, "a remount gives /dev/shm 8 GiB in the running container"),
             programs=("mount",),
         ),
     ),

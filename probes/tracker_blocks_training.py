@@ -1,4 +1,4 @@
-"""An experiment tracker whose server does not answer, whose prompt waits for a key, or which is finished last."""
+"""An experiment tracker blocks training: its server does not answer, it asks for a key, or its finish waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ANSWERS = {"UpsertBucket": {"upsertBucket": {"bucket": BUCKET, "inserted": True}
 
 @contextlib.contextmanager
 def serve(swallows: str) -> Iterator[str]:
-    """A tracking server on this machine: it never answers a request that names `swallows`."""
+    """A tracking server on this machine that never answers a request containing `swallows`."""
     closed = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,13 +75,13 @@ def serve(swallows: str) -> Iterator[str]:
 
 
 def send(url: str, step: int, loss: float) -> None:
-    """What a client without a time limit does."""
+    """Sends a request as a client without a time limit does."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     opener.open(url + "/log", json.dumps({"step": step, "loss": loss}).encode()).read()
 
 
 def train(ctx: Context, *, tracks: str) -> None:
-    """Each step ends with an all-reduce, and rank 0 logs its loss in between."""
+    """Each step does an all-reduce, after which rank 0 logs the loss."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=6.0 if ctx.backend == "nccl" else 1.5)
@@ -109,7 +109,7 @@ def train(ctx: Context, *, tracks: str) -> None:
 
 
 def isolate(ctx: Context, url: str) -> None:
-    """No settings or key of the reader; every file in the directory of the arm, and no way to another host."""
+    """Removes the user's settings and key, puts every file into the folder of the arm, and blocks other hosts."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         del os.environ[name]
     for name in ("HOME", "WANDB_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
@@ -119,7 +119,7 @@ def isolate(ctx: Context, url: str) -> None:
 
 
 def start_wandb(ctx: Context, *, mode: str = "online", falls_back: bool = False) -> None:
-    """The server takes the question that `wandb.init` asks, and does not answer it."""
+    """The server accepts the request of `wandb.init` and never answers it."""
     with serve(swallows="UpsertBucket") as url:
         isolate(ctx, url)
         os.environ.update(WANDB_API_KEY="x" * 40, WANDB_INIT_TIMEOUT="2", WANDB_MODE=mode)
@@ -139,7 +139,7 @@ def start_wandb(ctx: Context, *, mode: str = "online", falls_back: bool = False)
 
 
 def finish_wandb(ctx: Context, *, finish_timeout: Optional[str]) -> None:
-    """The server starts the run, and does not take its data."""
+    """The server answers `wandb.init`, and never answers the upload of the run's data."""
     with serve(swallows="file_stream") as url:
         isolate(ctx, url)
         os.environ.update(WANDB_API_KEY="x" * 40, WANDB_MODE="online")
@@ -153,21 +153,21 @@ def finish_wandb(ctx: Context, *, finish_timeout: Optional[str]) -> None:
         for step in range(1000):
             run.log({"loss": step})
         ctx.note(log_s=round(time.monotonic() - started, 2))
-        assert time.monotonic() - started < 3, "log calls waited"
+        assert time.monotonic() - started < 3, "the log calls waited"
         finishing = threading.Thread(target=run.finish, daemon=True)
         finishing.start()
         finishing.join(3)
         if finishing.is_alive():
-            raise Symptom("1000 log calls took %.1f s, and finish waits since 3 s" % ctx.facts["log_s"])
+            raise Symptom("1000 log calls took %.1f s, and finish has been waiting for 3 s" % ctx.facts["log_s"])
         assert list(Path(ctx.path("wandb")).glob("run-*/*.wandb")), os.listdir(ctx.path("wandb"))
 
 
 def ask_for_key(ctx: Context, *, mode: str) -> None:
-    """No key, and a terminal that nobody looks at: `docker run -t`, tmux, `srun --pty`."""
+    """There is no key, and nobody looks at the terminal: `docker run -t`, tmux, `srun --pty`."""
     import pty
 
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # does not listen
+        taken.bind(("127.0.0.1", 0))  # nothing listens on this port
         isolate(ctx, "http://127.0.0.1:%d" % taken.getsockname()[1])
         os.environ.update(WANDB_MODE=mode, TERM="xterm")
         script = "import wandb; run = wandb.init(project='p'); run.log({'loss': 1}); run.finish(); print('trained')"
@@ -183,7 +183,7 @@ def ask_for_key(ctx: Context, *, mode: str) -> None:
                     output += os.read(ours, 4096)
                 time.sleep(1)
                 if job.poll() is None:
-                    raise Symptom("wandb.init waits since 1 s after: %s" % output.decode()[-20:].strip())
+                    raise Symptom("wandb.init has been waiting for 1 s after: %s" % output.decode()[-20:].strip())
             assert b"trained" in output, output.decode()
         finally:
             job.kill()
@@ -191,8 +191,8 @@ def ask_for_key(ctx: Context, *, mode: str) -> None:
             os.close(ours)
 
 
-LOCAL = "the server and its network: a server on this machine"
-CLIENT = "the tracker: a request without a time limit to a server on this machine"
+LOCAL = "the tracking server and the network; a server on this machine does not answer"
+CLIENT = "the tracker; a plain HTTP request without a time limit goes to a server on this machine"
 
 
 def pair(
@@ -214,12 +214,12 @@ def pair(
 
 TORCH, WANDB = {"torch": ">=2.1"}, {"wandb": ">=0.19.5"}
 INIT_TIMEOUT = raised(r"Timed out (initializing run|while retrying): |Run initialization has timed out after 2\.0 sec")
-WAITS = "rank 0 waits in a log call for a server that does not answer, and rank 1 for rank 0"
-OFFLINE = "WANDB_MODE=offline: files only"
+WAITS = "rank 0 waits in a log call for a server that does not answer, and rank 1 waits for rank 0"
+OFFLINE = "with WANDB_MODE=offline, wandb only writes files"
 
 
 def logs(name: str, tracks: str, fix: str) -> Experiment:
-    """The log call that waits, against one that does not."""
+    """The control arm logs to the server, the treatment arm as `tracks` says."""
     control, treatment = partial(train, tracks="online"), partial(train, tracks=tracks)
     return pair(name, control, treatment, raised(GLOO_TIMEOUT), WAITS, fix, TORCH, CLIENT, 2)
 
@@ -231,7 +231,7 @@ variants: List[Experiment] = [
         partial(start_wandb, mode="online"),
         partial(start_wandb, mode="offline"),
         INIT_TIMEOUT,
-        "the server does not answer wandb.init, which gives up after init_timeout",
+        "the server does not answer wandb.init, which raises an error after init_timeout",
         OFFLINE,
         WANDB,
     ),
@@ -240,25 +240,25 @@ variants: List[Experiment] = [
         start_wandb,
         partial(start_wandb, falls_back=True),
         INIT_TIMEOUT,
-        "the exception of wandb.init ends the job",
-        "the exception is caught, and the run goes on in files",
+        "wandb.init raises an exception, which ends the job",
+        "the job catches the exception of wandb.init and continues offline",
         {"wandb": ">=0.28.2"},
     ),
     pair(
         "wandb-finish",
         partial(finish_wandb, finish_timeout=None),
         partial(finish_wandb, finish_timeout="1"),
-        symptom(r"1000 log calls took \d\.\d s, and finish waits since 3 s"),
-        "the server went away after the start: finish waits for the upload, without a limit",
-        "finish_timeout ends the wait",
+        symptom(r"1000 log calls took \d\.\d s, and finish has been waiting for 3 s"),
+        "the server stops answering after the start, and finish waits for the upload without a limit",
+        "WANDB_FINISH_TIMEOUT=1 ends the wait of finish",
         {"wandb": ">=0.27"},
     ),
     pair(
         "wandb-prompt",
         partial(ask_for_key, mode="online"),
         partial(ask_for_key, mode="offline"),
-        symptom(r"wandb\.init waits since 1 s after: .*Enter your choice"),
-        "there is no key, and a terminal: wandb asks",
+        symptom(r"wandb\.init has been waiting for 1 s after: .*Enter your choice"),
+        "wandb has no key and finds a terminal, so it asks for a key and waits",
         OFFLINE,
         WANDB,
     ),
