@@ -1,6 +1,6 @@
-"""What workers, caches, the training loop and malloc hold in host memory, beyond what the job needs.
+"""Workers, caches, the training loop and malloc hold more host memory than the job needs.
 
-Linux counts what a process alone has written: Private_Dirty, in /proc/PID/smaps_rollup.
+The probe measures the memory that only one process holds: Private_Dirty in /proc/PID/smaps_rollup.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ class Packed:
 
 
 class PackedBytes(Packed):
-    """The same in a bytes object."""
+    """Rows, pickled one by one, in a single bytes object."""
 
     def __init__(self, rows: List[Any]) -> None:
         super().__init__(rows)
@@ -57,7 +57,7 @@ class PackedBytes(Packed):
 
 
 class Decoded:
-    """Samples of 64 KiB, kept by each worker in a dict, or read from one mapped file."""
+    """Samples of 64 KiB, which each worker caches in a dict, or reads from one mapped file."""
 
     def __init__(self, path: str, n: int) -> None:
         self.path, self.n = path, n
@@ -88,7 +88,7 @@ def decode(i: int) -> Any:
 
 
 def use(batch: List[Any]) -> int:
-    """Read all of it, as a transform does."""
+    """Reads the whole batch, as a transform does."""
     for sample in batch:
         if isinstance(sample, dict):
             pickle.dumps(sample)
@@ -98,7 +98,7 @@ def use(batch: List[Any]) -> int:
 
 
 def held_by_workers(dataset: Any, epochs: int = 1) -> int:
-    """MiB that the workers alone hold after some epochs, beyond what workers without data hold."""
+    """MiB of private memory of the workers after some epochs, minus that of workers without data."""
     import torch
 
     sizes = []
@@ -123,24 +123,25 @@ def held_by_workers(dataset: Any, epochs: int = 1) -> int:
     return sizes[1] - sizes[0]
 
 
-def start() -> None:
+def prepare() -> None:
+    """Limits torch to one thread, and checks that the kernel reports private memory."""
     import torch
 
     torch.set_num_threads(1)
     try:
         own_memory()
     except OSError as error:
-        raise Unavailable("the kernel does not say what a process alone holds: %s" % error) from error
+        raise Unavailable("the kernel does not report the private memory of a process: %s" % error) from error
 
 
 def samples() -> List[Dict[str, Any]]:
-    """The index of a dataset: per sample a dict, about 2.3 KiB of Python objects."""
+    """The index of a dataset: for each sample a dict, with about 2.3 KiB of Python objects."""
     return [{"path": "/data/%09d.jpg" % i, "boxes": [float(i + j) for j in range(64)], "id": i} for i in range(ROWS)]
 
 
 def index(ctx: Context, *, form: str, frozen: bool = False) -> None:
-    """Workers read all rows twice, in shuffled order."""
-    start()
+    """Workers read all rows twice in shuffled order."""
+    prepare()
     before = own_memory()[0]
     rows: Any = samples()
     size = own_memory()[0] - before
@@ -162,10 +163,10 @@ def index(ctx: Context, *, form: str, frozen: bool = False) -> None:
 
 
 def cache(ctx: Context, *, mapped: bool) -> None:
-    """Three epochs over samples that are decoded once."""
+    """Workers read 512 samples for three epochs; each worker decodes them for its cache, or maps the decoded file."""
     import torch
 
-    start()
+    prepare()
     n, path = 512, ctx.path("decoded.bin")
     if mapped:
         with open(path, "wb") as file:
@@ -177,11 +178,11 @@ def cache(ctx: Context, *, mapped: bool) -> None:
     judge(ctx, "the workers' caches", held_by_workers(Decoded(path if mapped else "", n), epochs=3), n * 65536 // MIB)
 
 
-def keep(ctx: Context, *, clone: bool) -> None:
-    """A loop keeps the first sample of each batch, as for a preview. 4 batches of 34 MiB."""
+def keep_samples(ctx: Context, *, clone: bool) -> None:
+    """The loop keeps the first sample of each of 4 batches of 34 MiB, as for a preview."""
     import torch
 
-    start()
+    prepare()
     kept = []
     before = own_memory()[0]
     ctx.reached()
@@ -195,22 +196,22 @@ def keep(ctx: Context, *, clone: bool) -> None:
     judge(ctx, "the loop", own_memory()[0] - before, 4)
 
 
-def freed(ctx: Context, *, trim: bool) -> None:
-    """Tensors of 80 to 800 KB are freed, but small ones above them are alive. glibc keeps the pages."""
+def free_tensors(ctx: Context, *, trim: bool) -> None:
+    """Frees tensors of 80 to 800 KB below small ones that stay alive, so glibc keeps the pages."""
     import torch
 
     if platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc":
-        raise Unavailable("torch on this machine may have another malloc than that of glibc")
-    start()
+        raise Unavailable("torch on this machine may not use the malloc of glibc")
+    prepare()
     before, draw = own_memory()[0], random.Random(0)
     large = torch.ones(30 << 18)
     del large  # glibc then serves tensors up to this size from its heap
-    gone, kept = [], []
+    freed, kept = [], []
     ctx.reached()
     for _ in range(300):
-        gone.append(torch.ones(draw.randrange(20_000, 200_000)))
+        freed.append(torch.ones(draw.randrange(20_000, 200_000)))
         kept.append(torch.ones(16))
-    del gone
+    del freed
     gc.collect()
     if trim:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -218,43 +219,74 @@ def freed(ctx: Context, *, trim: bool) -> None:
     judge(ctx, "malloc", own_memory()[0] - before, 4)
 
 
-def judge(ctx: Context, what: str, held: int, size: int) -> None:
+def judge(ctx: Context, holder: str, held: int, size: int) -> None:
+    """Raises `Symptom` if `holder` has clearly more private memory than the data needs."""
     ctx.note(mib_held=held, mib_of_the_data=size)
     if held > size + 8:
-        raise Symptom("%s hold %d MiB of their own, for %d MiB of data" % (what, held, size))
+        raise Symptom("%s hold %d MiB of their own, for %d MiB of data" % (holder, held, size))
     assert held < max(16, size / 3)
 
 
-def pair(name: str, job: Callable[..., None], because: str, fix: str, arms: Any, **words: Any) -> Experiment:
+def pair(name: str, job: Callable[..., None], because: str, fix: str, arms: Any, **packages: Any) -> Experiment:
     [(key, (broken, fixed))] = arms.items()
-    seen = symptom(
+    too_much = symptom(
         r"(the workers|the workers' caches|the loop|malloc) hold \d{2,} MiB of their own, for \d+ MiB of data"
     )
     return Experiment(
         name=name,
-        control=Arm(partial(job, **{key: broken}), expect=seen, because=because, fidelity="cpu"),
+        control=Arm(partial(job, **{key: broken}), expect=too_much, because=because, fidelity="cpu"),
         treatment=Arm(partial(job, **{key: fixed}), expect=completed(), because=fix, fidelity="cpu"),
         world_size=1,
-        needs=Needs(packages={"torch": ">=2.1", **words}),
+        needs=Needs(packages={"torch": ">=2.1", **packages}),
         deadline_s=90,
         expected_s=(3, 3),
     )
 
 
-LISTED, ONE = "two forked workers read a list of dicts, and so copy it", "the rows are pickled into one tensor"
+LISTED = "two forked workers copy a list of dicts by reading it"
+ONE = "the rows are pickled into one tensor, so reading copies nothing"
 FROZEN = partial(index, frozen=True)
 FORM = {"form": ("list", "packed")}
 
 probe = Probe(
     experiments=(pair("index", index, LISTED, ONE, FORM),),
     variants=(
-        pair("gc-freeze", FROZEN, LISTED + " after gc.freeze()", ONE, FORM),
-        pair("bytes", index, LISTED, "the rows are pickled into one bytes object", {"form": ("list", "bytes")}),
+        pair("gc-freeze", FROZEN, LISTED + ", although gc.freeze() ran before the fork", ONE, FORM),
         pair(
-            "arrow", index, "list(dataset)", "the dataset itself", {"form": ("arrow list", "arrow")}, datasets=">=2.14"
+            "bytes",
+            index,
+            LISTED,
+            "the rows are pickled into one bytes object, so reading copies nothing",
+            {"form": ("list", "bytes")},
         ),
-        pair("cache", cache, "each worker caches what it decodes", "one file, mapped", {"mapped": (False, True)}),
-        pair("slice", keep, "a slice keeps the batch", "a clone keeps itself", {"clone": (False, True)}),
-        pair("malloc", freed, "glibc keeps what is free", "malloc_trim returns it", {"trim": (False, True)}),
+        pair(
+            "arrow",
+            index,
+            "list(dataset) makes a list of dicts, which two forked workers copy by reading it",
+            "the workers read the Arrow dataset itself",
+            {"form": ("arrow list", "arrow")},
+            datasets=">=2.14",
+        ),
+        pair(
+            "cache",
+            cache,
+            "each worker caches the samples that it decodes",
+            "all workers map one file of decoded samples",
+            {"mapped": (False, True)},
+        ),
+        pair(
+            "slice",
+            keep_samples,
+            "the loop keeps a slice of each batch, which keeps the whole batch in memory",
+            "the loop keeps a clone of the slice, so the batch is freed",
+            {"clone": (False, True)},
+        ),
+        pair(
+            "malloc",
+            free_tensors,
+            "glibc keeps the pages of freed tensors below small ones that are alive",
+            "malloc_trim returns the freed pages to the kernel",
+            {"trim": (False, True)},
+        ),
     ),
 )

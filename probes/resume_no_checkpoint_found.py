@@ -1,4 +1,4 @@
-"""A resume is asked for, and where it looks there is no checkpoint, or one without the states that it opens."""
+"""A resume finds no checkpoint in the folder where it looks, or one without the states that it loads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kb.probe import (
     unknown,
 )
 
-STEPS = 6  # of the whole run; the first start is stopped after 3, and its checkpoint is of step 2
+STEPS = 6  # of the whole run; the first start stops after step 3, and its checkpoint is from step 2
 WEIGHTS = {name + end for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json")}
 ADAPTERS = {"adapter_model.bin", "adapter_model.safetensors"}
 
@@ -38,7 +38,7 @@ def assert_resumed(first: int) -> None:
 
 
 def restart_elsewhere(ctx: Context, *, is_absolute: bool) -> None:
-    """A loop that saves every second step and takes "no file" for "first start"; each start has its own folder."""
+    """The loop saves every second step, and begins at step 1 if it finds no file; each start has its own folder."""
     import torch
 
     os.environ["CHECKPOINT_FOLDER"] = ctx.path("shared")
@@ -60,8 +60,8 @@ def restart_elsewhere(ctx: Context, *, is_absolute: bool) -> None:
 
 
 def build_trainer(output_dir: str, until: int = STEPS, **options: Any) -> Tuple[Any, List[int]]:
-    """A Trainer on the CPU that is stopped after `until` steps, and the steps that it makes."""
-    if "MASTER_ADDR" not in os.environ:  # one process, without a launcher
+    """A Trainer on the CPU that stops after step `until`, and the list to which it appends its steps."""
+    if "MASTER_ADDR" not in os.environ:  # the job is one process, without a launcher
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
     import torch
@@ -72,67 +72,68 @@ def build_trainer(output_dir: str, until: int = STEPS, **options: Any) -> Tuple[
             logits = super().forward(features)
             return {"loss": torch.nn.functional.mse_loss(logits, labels), "logits": logits}
 
-    made: List[int] = []
+    steps: List[int] = []
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *given: Any, **_: Any) -> None:
             state, control = given[1:3]
-            made.append(state.global_step)
+            steps.append(state.global_step)
             control.should_training_stop = control.should_training_stop or state.global_step >= until
 
     settings: Dict[str, Any] = {"save_steps": 2, "report_to": "none", "use_cpu": True, "disable_tqdm": True, **options}
     args = TrainingArguments(output_dir=output_dir, max_steps=STEPS, per_device_train_batch_size=1, **settings)
     rows = [{"features": torch.ones(2) * row, "labels": torch.ones(1)} for row in range(8)]
-    return Trainer(model=Model(2, 1), args=args, train_dataset=rows, callbacks=[Watch()]), made
+    return Trainer(model=Model(2, 1), args=args, train_dataset=rows, callbacks=[Watch()]), steps
 
 
-def start(ctx: Context, *, looks_first: bool) -> None:
-    """The same command for the first start and for the restart."""
+def start_twice(ctx: Context, *, looks_first: bool) -> None:
+    """Runs the same command for the first start and for the restart."""
     from accelerate.utils import gather_object  # type: ignore[import-not-found]
     from transformers.trainer_utils import get_last_checkpoint  # type: ignore[import-not-found]
 
     output_dir = ctx.path("out")
     for until, expected in ((3, [1, 2, 3]), (STEPS, [3, 4, 5, 6])):
-        trainer, made = build_trainer(output_dir, until)
+        trainer, steps = build_trainer(output_dir, until)
         ctx.reached()
         last: Any = True
         if looks_first:
             last = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
             assert len(set(gather_object([last]))) == 1, "the ranks see different checkpoints: fix 6"
         trainer.train(resume_from_checkpoint=last)
-        assert made == expected, made
+        assert steps == expected, steps
 
 
 def restart(ctx: Context, *, save_steps: int = 2, target: Any = "checkpoint-2", is_passed: bool = True) -> None:
+    """The first start stops after step 3, and the restart resumes from `target` in the output_dir."""
     output_dir = ctx.path("out")
     build_trainer(output_dir, 3, save_steps=save_steps)[0].train()
     checkpoint = True if target is True else os.path.join(output_dir, target)
-    trainer, made = build_trainer(output_dir, resume_from_checkpoint=checkpoint)
+    trainer, steps = build_trainer(output_dir, resume_from_checkpoint=checkpoint)
     args = trainer.args
     ctx.reached()
     if is_passed:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     else:
         trainer.train()
-    assert_resumed(made[0])
+    assert_resumed(steps[0])
 
 
 def restart_nodes(ctx: Context, *, saves_on_each: bool) -> None:
-    """Two nodes of one process, each with a disk of its own."""
+    """Two nodes with one process each, and each with its own disk."""
     ctx.init_process_group(timeout_s=30)
     os.environ.update(RANK=str(ctx.rank), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # else cpu:0, which older Trainers hand to torch.load
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # the default is cpu:0, which older Trainers pass to torch.load
     output_dir = ctx.path("disk-of-node-%d" % ctx.rank)
     build_trainer(output_dir, 3, save_on_each_node=saves_on_each)[0].train()
     ctx.note(saved=sorted(os.listdir(os.path.join(output_dir, "checkpoint-2"))))
-    trainer, made = build_trainer(output_dir, save_on_each_node=saves_on_each)
+    trainer, steps = build_trainer(output_dir, save_on_each_node=saves_on_each)
     ctx.reached()
     trainer.train(resume_from_checkpoint=True)
-    assert made == [3, 4, 5, 6], made
+    assert steps == [3, 4, 5, 6], steps
 
 
 def resume_deepspeed(ctx: Context, *, saves_states: bool) -> None:
-    """What the Trainer calls under DeepSpeed, with a real engine, on a folder of weights with or without states."""
+    """Calls what the Trainer calls under DeepSpeed, on a folder with weights, and with or without states."""
     from kb.cpu_arms import import_deepspeed
 
     ctx.init_process_group(timeout_s=30)
@@ -156,22 +157,22 @@ def resume_deepspeed(ctx: Context, *, saves_states: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is there a checkpoint where the Trainer looks, with the files that it opens?"""
+    """Is there a checkpoint where the Trainer looks, with the files that the Trainer loads?"""
     folder, strategy = params["folder"], params["strategy"]
     if folder is None:
-        return unknown("no folder was given", advice="--set folder=OUTPUT_DIR --set strategy=deepspeed")
+        return unknown("no folder was named", advice="--set folder=OUTPUT_DIR --set strategy=deepspeed")
     try:
         target = find_last(folder)
         if target is None:
             near = ", ".join(ascii(name) for name in sorted(os.listdir(folder))[:8])
-            return exposed("no folder checkpoint-NUMBER in %s, which holds: %s" % (folder, near or "nothing"))
+            return exposed("there is no folder checkpoint-NUMBER in %s, only: %s" % (folder, near or "nothing"))
         return judge(target, set(os.listdir(target)), strategy)
     except (OSError, ValueError, RecursionError) as error:
-        return unknown("%s cannot be read: %s" % (folder, error))
+        return unknown("kb cannot read %s: %s" % (folder, error))
 
 
 def find_last(folder: Path) -> Optional[Path]:
-    """As get_last_checkpoint does: the highest number, and no other name."""
+    """The folder that get_last_checkpoint chooses: checkpoint-NUMBER with the highest number."""
     is_step = re.compile(r"checkpoint-\d+$", re.ASCII).match
     found = [folder] if is_step(folder.name) else [path for path in folder.iterdir() if is_step(path.name)]
     return max((path for path in found if path.is_dir()), key=lambda path: int(path.name[11:]), default=None)
@@ -179,28 +180,31 @@ def find_last(folder: Path) -> Optional[Path]:
 
 def judge(target: Path, names: Set[str], strategy: Optional[str]) -> Finding:
     if not (target / "trainer_state.json").is_file():
-        return exposed("%s has no trainer_state.json: cut off, or another node than that of rank 0 saved it" % target)
+        return exposed("%s has no trainer_state.json: the save was cut off, or a node without rank 0 saved it" % target)
     state = json.loads((target / "trainer_state.json").read_text(encoding="utf-8"))
     if not isinstance(state, dict) or not state.get("global_step"):
-        return exposed("%s/trainer_state.json names no global_step" % target)
+        return exposed("%s/trainer_state.json has no global_step" % target)
     if strategy == "deepspeed":
         tag = (target / "latest").read_text(encoding="utf-8").strip() if (target / "latest").is_file() else ""
         faults = [(not list(target.glob("global_step*")), "has no folder global_step*, which DeepSpeed resumes from")]
-        faults += [(tag not in names, "has no file latest, or it names a folder that is not there")]
+        faults += [(tag not in names, "has no file latest, or that file names a folder that does not exist")]
     elif strategy == "ddp":
         adapters = {path.name for path in target.glob("*/adapter_model.*")} | names  # several adapters are in folders
         is_loaded = any(name.startswith("optimizer") for name in names) and "scheduler.pt" in names
-        faults = [(any("pytorch_model_fsdp" in name for name in names), "was saved with FSDP and is refused without")]
-        faults += [
-            (not (names & WEIGHTS or adapters & ADAPTERS), "has no weights that a resume without DeepSpeed reads")
+        faults = [
+            (any("pytorch_model_fsdp" in name for name in names), "was saved with FSDP; without it no job loads it")
         ]
-        faults += [(not is_loaded, "has no optimizer or schedule: it is loaded, and both begin anew")]
+        faults += [
+            (not (names & WEIGHTS or adapters & ADAPTERS), "has no weights that a resume without DeepSpeed loads")
+        ]
+        faults += [(not is_loaded, "has no optimizer or schedule, so the resume begins with new ones")]
     else:
-        return unknown("%s: say how it is trained" % target, advice="--set strategy=ddp (also one GPU) or deepspeed")
+        advice = "--set strategy=ddp (also for one GPU) or --set strategy=deepspeed"
+        return unknown("kb does not know how the job that uses %s is trained" % target, advice=advice)
     for is_fault, text in faults:
         if is_fault:
             return exposed("%s %s" % (target, text))
-    return clear("%s has the files of a resume; whether they are whole, or on other nodes, was not read" % target)
+    return clear("%s has the files for a resume; kb did not check their content, nor other nodes" % target)
 
 
 TORCH = MappingProxyType({"torch": ">=2.1"})
@@ -233,18 +237,66 @@ probe = Probe(
         "strategy": Param("str", "ddp (also for one GPU) or deepspeed"),
     },
     experiments=(
-        pair("trainer", start, "looks_first", NONE_FOUND, "True at the first start", "the last one, or None"),
-        pair("folder", restart_elsewhere, "is_absolute", AT_ZERO, "relative path", "from a variable", packages=TORCH),
+        pair(
+            "trainer",
+            start_twice,
+            "looks_first",
+            NONE_FOUND,
+            "the first start passes resume_from_checkpoint=True, and there is no checkpoint yet",
+            "each start passes the last checkpoint, or None if there is none",
+        ),
+        pair(
+            "folder",
+            restart_elsewhere,
+            "is_absolute",
+            AT_ZERO,
+            "the checkpoint folder is a relative path, and the restart runs in another folder",
+            "the checkpoint folder is an absolute path from an environment variable",
+            packages=TORCH,
+        ),
     ),
     variants=(
         pair(
-            "interval", partial(restart, target=True), ("save_steps", 500, 2), NONE_FOUND, "ends before", "saves first"
+            "interval",
+            partial(restart, target=True),
+            ("save_steps", 500, 2),
+            NONE_FOUND,
+            "the first start ends before step 500, its first save",
+            "the first start saves at step 2, before it ends",
         ),
         pair(
-            "level", restart, ("target", "", "checkpoint-2"), NOT_VALID, "output_dir itself", "the checkpoint-2 in it"
+            "level",
+            restart,
+            ("target", "", "checkpoint-2"),
+            NOT_VALID,
+            "the resume gets the output_dir, which is not a checkpoint",
+            "the resume gets the folder checkpoint-2 in the output_dir",
         ),
-        pair("argument", restart, "is_passed", AT_ZERO, "only in TrainingArguments", "passed to train()"),
-        pair("nodes", restart_nodes, "saves_on_each", NOT_VALID, "only node 0 saves", "each node saves", ranks=2),
-        pair("deepspeed", resume_deepspeed, "saves_states", NOT_VALID, "only weights", "and states", packages=ENGINE),
+        pair(
+            "argument",
+            restart,
+            "is_passed",
+            AT_ZERO,
+            "resume_from_checkpoint is set only in TrainingArguments, and train() ignores it",
+            "the script passes args.resume_from_checkpoint to train()",
+        ),
+        pair(
+            "nodes",
+            restart_nodes,
+            "saves_on_each",
+            NOT_VALID,
+            "only node 0 saves the model, so the resume on node 1 finds no valid checkpoint",
+            "save_on_each_node=True saves the model on each node",
+            ranks=2,
+        ),
+        pair(
+            "deepspeed",
+            resume_deepspeed,
+            "saves_states",
+            NOT_VALID,
+            "the checkpoint folder contains weights but no global_step* folder of DeepSpeed",
+            "the checkpoint folder also contains the states that DeepSpeed saved",
+            packages=ENGINE,
+        ),
     ),
 )

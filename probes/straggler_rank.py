@@ -1,4 +1,4 @@
-"""Two ranks train with DDP, and one needs longer in each step: the other waits. Only the time per sample is a sleep."""
+"""Two ranks train with DDP; one needs longer in each step, and the other waits. A sleep makes the time per sample."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kb.probe import (
 )
 
 STEPS, GLOBAL_BATCH, WAITING = 5, 8, 0.4
-SAMPLE_S = 0.02  # of the fast rank; the slow one needs three times as long
+SAMPLE_S = 0.02  # on the fast rank; the slow rank needs three times as long
 
 
 def time_ranks(model: Any, compute: Callable[[Any], None], batches: Any, device: Any) -> List[List[float]]:
-    """For each rank the mean seconds of its own work in a step, and of its wait for the others."""
+    """For each rank, the mean seconds in a step that it computes, and that it waits for the others."""
     import torch
     import torch.distributed as dist
 
@@ -57,7 +57,7 @@ def time_ranks(model: Any, compute: Callable[[Any], None], batches: Any, device:
 
 
 def shared_batches(samples: int, shares: Sequence[int], rank: int, epoch: int) -> List[List[int]]:
-    """Of each `sum(shares)` samples this rank gets `shares[rank]`, so that all ranks have as many batches."""
+    """Gives this rank `shares[rank]` of each `sum(shares)` samples, so that all ranks have equally many batches."""
     order = list(range(samples))
     random.Random(epoch).shuffle(order)
     first, size = sum(shares[:rank]), sum(shares)
@@ -85,7 +85,7 @@ def train(
     num_workers: int = 0,
     timeout_s: float = 20,
 ) -> None:
-    """`slow` is how much longer rank 1 needs per sample; every `extra_every` steps rank 0 does extra work."""
+    """Rank 1 needs `slow` times as long per sample; every `extra_every` steps rank 0 does extra work."""
     import torch
     from torch.nn.functional import mse_loss
     from torch.utils.data import DataLoader
@@ -113,27 +113,35 @@ def train(
         for _ in range(accumulation):
             loss_of(batch).backward()
         if extra_every and next(done) % extra_every == 0 and ctx.rank == 0:
-            time.sleep(0.12)  # write an image, copy the weights, tokenise, ask a server
+            time.sleep(0.12)  # as for writing an image, copying the weights, or a request to a server
 
     first = next(iter(loader))
-    for _ in range(2):  # DDP rebuilds its buckets before the second step, and communicates for it
+    for _ in range(2):  # DDP rebuilds its buckets before the second step, which needs communication
         loss_of(first).backward()
     ctx.reached()
-    if shares[0] != shares[1]:  # the gradient of one process which has the batch of all ranks
+    if shares[0] != shares[1]:
         model.zero_grad()
         loss_of(first).backward()
-        whole = shared_batches(len(samples), [sum(shares)], 0, epoch=0)[0]
-        x, y = (part[whole].to(ctx.device) for part in samples.tensors)
-        expected = torch.autograd.grad(mse_loss(model.module(x), y), model.module.weight)[0]
-        error = ((model.module.weight.grad - expected).norm() / expected.norm()).item()
-        if error > 0.02:
-            raise Symptom("the gradient of %s samples is %.0f %% off that of one process" % (list(shares), 100 * error))
-        assert error < 1e-5, error
+        compare_gradient(ctx, model, samples, shares)
     judge(ctx, lambda: time_ranks(model, compute, loader, ctx.device))
 
 
-def pad(ctx: Context, *, alike: bool) -> None:
-    """Sequences of two lengths; a batch takes as long as its longest sequence."""
+def compare_gradient(ctx: Context, model: Any, samples: Any, shares: Sequence[int]) -> None:
+    """Raises `Symptom` if the gradient of the first step is not that of one process with the samples of all ranks."""
+    import torch
+    from torch.nn.functional import mse_loss
+
+    whole = shared_batches(len(samples), [sum(shares)], 0, epoch=0)[0]
+    x, y = (part[whole].to(ctx.device) for part in samples.tensors)
+    expected = torch.autograd.grad(mse_loss(model.module(x), y), model.module.weight)[0]
+    error = ((model.module.weight.grad - expected).norm() / expected.norm()).item()
+    if error > 0.02:
+        raise Symptom("the gradient of %s samples is %.0f %% off that of one process" % (list(shares), 100 * error))
+    assert error < 1e-5, error
+
+
+def train_on_lengths(ctx: Context, *, alike: bool) -> None:
+    """Trains on sequences of two lengths; a batch takes as long as its longest sequence."""
     import torch
 
     torch.set_num_threads(1)
@@ -154,7 +162,7 @@ def pad(ctx: Context, *, alike: bool) -> None:
 
 
 def judge(ctx: Context, measure: Callable[[], List[List[float]]]) -> None:
-    """Raise if a rank waits for much of a step in each of three measurements: a busy machine may spoil one of them."""
+    """Raises `Symptom` if a rank waits much of a step in three measurements; a busy machine may spoil one or two."""
     for _ in range(3):
         ranks = measure()
         ctx.note(own_and_wait_ms=[[round(1000 * seconds) for seconds in rank] for rank in ranks])
@@ -167,28 +175,30 @@ def judge(ctx: Context, measure: Callable[[], List[List[float]]]) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Compare the models of the GPUs of this machine; speed under load and other machines cannot be seen from here."""
+    """Compares the models of the GPUs of this machine; it cannot see their speed under load, nor other machines."""
     if params["ranks"] == 1:
-        return clear("a job of one rank has nobody to wait for")
+        return clear("a job of one rank waits for no other rank")
     try:
         text = subprocess.run(["nvidia-smi", "-L"], capture_output=True, errors="replace", timeout=3, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         text = ""
     names = re.findall(r"^GPU \d+: (.+?) \(UUID: ", text, re.M)
     if not names or any("rror" in name for name in names):
-        return unknown("nvidia-smi cannot name the GPUs here", advice="run this on each node of the job")
+        return unknown("nvidia-smi does not name the GPUs of this machine", advice="run this on each node of the job")
     evidence = ["%d x %s" % (names.count(name), name) for name in sorted(set(names))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "MIG" in text or (visible is not None and len(evidence) > 1):
         advice = "compare torch.cuda.get_device_name() of all ranks: CUDA may number the cards in another order"
-        return unknown(*evidence, "the job may use parts of these: MIG, or CUDA_VISIBLE_DEVICES", advice=advice)
+        why = "the job may use only some of these GPUs, or parts of them, because of CUDA_VISIBLE_DEVICES or MIG"
+        return unknown(*evidence, why, advice=advice)
     if len(evidence) > 1:
         advice = "use cards of one model, or give the slower ones fewer samples and weight the loss"
-        return exposed("a job that uses all GPUs here has several models:", *evidence, advice=advice)
-    return unknown(*evidence, "speed under load and other nodes cannot be seen here", advice="see `How to tell`")
+        return exposed("a job on all GPUs of this machine has cards of different models:", *evidence, advice=advice)
+    why = "kb cannot see the speed under load, nor other nodes"
+    return unknown(*evidence, why, advice="time the ranks, as `How to tell` of the entry describes")
 
 
-SLEEP = "a slower card, or more work for it: a sleep of so many milliseconds per sample"
+SLEEP = "a slower card, or a rank with more work; a sleep for each sample takes the time"
 WAITS = r"rank 0 works \d\.\d+ s and waits \S+ s, rank 1 works \d\.\d+ s and waits \S+ s in a step: rank %s waits least"
 ZERO, ONE, ANY = (symptom(WAITS % rank) for rank in ("0", "1", r"\d"))
 
@@ -203,44 +213,46 @@ def experiment(name: str, job: Any, change: Mapping[str, Any], because: str, fix
     )
 
 
-SLOW = "rank 1 needs three times as long for a sample, and both ranks have four in a step"
+SLOW = "rank 1 needs three times as long per sample, and both ranks have four samples in a step"
 straggler = experiment("slow", train, {"slow": 1.0}, SLOW, "rank 1 is as fast as rank 0")
 
 probe = Probe(
     check=check,
-    params={"ranks": Param("int", "how many ranks the job has")},
+    params={"ranks": Param("int", "number of ranks of the job, for the check")},
     experiments=(straggler.on_gpus(), straggler),
     variants=(
-        experiment("split", train, {"shares": (6, 2)}, SLOW, "rank 0 has six of eight samples, the loss is weighted"),
+        experiment(
+            "split", train, {"shares": (6, 2)}, SLOW, "rank 0 has six of eight samples, and the loss is weighted"
+        ),
         experiment(
             "weights",
             partial(train, shares=(6, 2), weighted=False),
             {"weighted": True},
-            "DDP averages over ranks, so that a sample of rank 1 counts three times as much",
-            "the loss is multiplied by own samples x ranks / samples of all ranks",
+            "DDP averages over ranks, so a sample of rank 1, which has fewer, counts three times as much",
+            "each rank multiplies its loss by its samples x ranks / samples of all ranks",
             symptom(r"the gradient of \[6, 2\] samples is \d+ % off that of one process"),
         ),
         experiment(
             "rank-zero",
             partial(train, slow=1.0, extra_every=1),
             {"extra_every": STEPS},
-            "rank 0 does 120 ms of work of its own after each step",
-            "it does so once in five steps",
+            "rank 0 does 120 ms of extra work after each step",
+            "rank 0 does the extra work once in five steps",
             ZERO,
         ),
         experiment(
             "lengths",
-            partial(pad, alike=False),
+            partial(train_on_lengths, alike=False),
             {"alike": True},
-            "a long sequence in the batch of one rank, none in that of the other",
-            "in each step all ranks have sequences of like length",
+            "in some steps the batch of one rank has a long sequence, and that of the other rank has none",
+            "in each step all ranks have sequences of similar length",
             ANY,
         ),
         experiment(
             "futile",
             partial(train, num_workers=2, accumulation=4, timeout_s=3600),
             {"slow": 1.0},
-            "more workers, fewer synchronisations and a larger timeout; rank 1 still needs as long",
+            "rank 1 is slow, and more workers, fewer synchronisations and a larger timeout do not help",
             "rank 1 is as fast as rank 0",
         ),
     ),

@@ -1,4 +1,4 @@
-"""ZeRO-Offload steps on the CPU, and DeepSpeed refuses an optimizer object that it did not write for that."""
+"""ZeRO-Offload steps on the CPU, where DeepSpeed refuses optimizer objects other than its own CPU optimizers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def settings(**more: Any) -> Dict[str, Any]:
 
 
 def import_deepspeed(ctx: Context, *, op: bool = False) -> Any:
-    """DeepSpeed on the CPU, and its CPU Adam, where `op` asks for it, with the arithmetic of the compiled op."""
+    """Imports DeepSpeed on the CPU; with `op`, torch does the arithmetic of the compiled op of its CPU Adam."""
     from kb import cpu_arms
 
     deepspeed = cpu_arms.import_deepspeed()
@@ -50,7 +50,7 @@ def import_deepspeed(ctx: Context, *, op: bool = False) -> Any:
 
 
 class Op:
-    """What DeepSpeed's CPU Adam asks of its compiled op."""
+    """The methods of the compiled op that DeepSpeed's CPU Adam calls."""
 
     def create_adam(
         self, _id: int, _lr: float, _b1: float, _b2: float, _e: float, _wd: float, adamw: bool, _: Any
@@ -80,7 +80,7 @@ def small_model() -> Any:
 
 
 def reference(optimizer: Callable[..., Any], **options: float) -> Any:
-    """The weights after two steps of torch alone."""
+    """The weights after two steps of torch, without DeepSpeed."""
     import torch
 
     weight = torch.nn.Parameter(torch.tensor([START]))
@@ -101,7 +101,7 @@ def two_steps(engine: Any) -> Any:
 
 
 def train(ctx: Context, *, optimizer: str = "torch", config: Optional[Mapping[str, Any]] = None) -> None:
-    """Two steps with AdamW: as an object of torch or of DeepSpeed, or as the configuration names it."""
+    """Makes two steps with AdamW: an object of torch or of DeepSpeed, or as the configuration names it."""
     deepspeed = import_deepspeed(ctx, op=optimizer != "torch")
     import torch
 
@@ -115,14 +115,14 @@ def train(ctx: Context, *, optimizer: str = "torch", config: Optional[Mapping[st
     engine, returned = deepspeed.initialize(
         model=model, optimizer=client, model_parameters=model.parameters(), config=settings(**(config or {}))
     )[:2]
-    assert engine.basic_optimizer.param_groups[0]["params"][0].dim() == 1  # a vector, whatever shapes the layers have
-    assert not isinstance(returned, torch.optim.Optimizer)  # which a scheduler of torch asks for
+    assert engine.basic_optimizer.param_groups[0]["params"][0].dim() == 1  # a vector, whatever the shapes of the layers
+    assert not isinstance(returned, torch.optim.Optimizer)  # a scheduler of torch requires an Optimizer
     torch.optim.lr_scheduler.ConstantLR(engine.basic_optimizer, factor=1.0)
     assert torch.allclose(two_steps(engine), reference(torch.optim.AdamW, **ADAMW), atol=1e-5)
 
 
 def prepare(ctx: Context, *, wanted: str = "SGD", config: Optional[Mapping[str, Any]] = None) -> None:
-    """accelerate gets an optimizer of torch: two steps are to be those of torch alone."""
+    """The script passes accelerate an optimizer of torch; two steps should equal those of torch without DeepSpeed."""
     import_deepspeed(ctx, op=True)
     import torch
     from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs  # type: ignore[import-not-found]
@@ -140,18 +140,19 @@ def prepare(ctx: Context, *, wanted: str = "SGD", config: Optional[Mapping[str, 
     weights = two_steps(engine)
     if not torch.allclose(weights, reference(make, **options), atol=1e-5):
         change = ", ".join("%.2f" % value for value in (weights - torch.tensor([START])).flatten().tolist())
-        raise Symptom("asked for %s, got %s: two steps change the weights by %s" % (wanted, used, change))
+        raise Symptom("passed %s, got %s: two steps change the weights by %s" % (wanted, used, change))
     if wanted == "SGD":
         assert used == wanted, used
 
 
 REFUSED = raised(r"ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer")
-REPLACED = symptom(r"asked for SGD, got DeepSpeedCPUAdam: two steps change the weights by -0\.20, -0\.20")
+REPLACED = symptom(r"passed SGD, got DeepSpeedCPUAdam: two steps change the weights by -0\.20, -0\.20")
 DS = {"torch": ">=2.1", "deepspeed": ">=0.14"}
-OP = "the compiled op cpu_adam, which takes a minute to build: its arithmetic in torch"
+OP = "the compiled op cpu_adam, which takes a minute to build; torch does its arithmetic"
+REPLACES = "accelerate replaces the SGD of the script by a DeepSpeedCPUAdam"
 IN_JSON = {"optimizer": {"type": "AdamW", "params": ADAMW}}
 TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}}
-OWN = {"zero_force_ds_cpu_optimizer": False}
+NOT_FORCED = {"zero_force_ds_cpu_optimizer": False}
 
 
 def pair(
@@ -160,7 +161,7 @@ def pair(
     fix: str,
     fails: Callable[[Context], None] = train,
     expect: Expect = REFUSED,
-    because: str = "the script hands an AdamW of torch to deepspeed.initialize",
+    because: str = "the script passes an AdamW of torch to deepspeed.initialize",
     stands_for: str = "",
     **packages: str,
 ) -> Experiment:
@@ -181,48 +182,52 @@ probe = Probe(
         pair(
             "torch-adam",
             partial(train, optimizer="json", config=TORCH_ADAM),
-            "no object; the configuration names AdamW with torch_adam, which needs no compiled op",
+            "the script passes no optimizer; the configuration names AdamW with torch_adam, which needs no compiled op",
         ),
     ),
     variants=(
-        pair("force", partial(train, config=OWN), "zero_force_ds_cpu_optimizer is false: torch's AdamW steps"),
+        pair(
+            "force",
+            partial(train, config=NOT_FORCED),
+            "with zero_force_ds_cpu_optimizer false, DeepSpeed uses torch's AdamW",
+        ),
         pair(
             "json",
             partial(train, optimizer="json", config=IN_JSON),
-            "no object; the configuration names AdamW, and DeepSpeed makes its CPU Adam",
+            "the script passes no optimizer; the configuration names AdamW, and DeepSpeed makes its CPU Adam",
             stands_for=OP,
         ),
         pair(
             "both",
             partial(train, optimizer="json", config=IN_JSON),
-            "no object",
+            "the script passes no optimizer, so DeepSpeed makes the one that the configuration names",
             partial(train, config=IN_JSON),
-            because="the configuration names an optimizer, and the script hands over another",
+            because="the configuration names an optimizer, but the script passes another one",
             stands_for=OP,
         ),
         pair(
             "cpu-adam",
             partial(train, optimizer="deepspeed"),
-            "the object is a DeepSpeedCPUAdam",
+            "the script passes a DeepSpeedCPUAdam",
             stands_for=OP,
         ),
         pair(
             "accelerate",
-            partial(prepare, config=OWN),
-            "zero_force_ds_cpu_optimizer is false: SGD stays SGD",
+            partial(prepare, config=NOT_FORCED),
+            "with zero_force_ds_cpu_optimizer false, accelerate keeps the SGD of the script",
             prepare,
             REPLACED,
-            "accelerate makes a DeepSpeedCPUAdam of whatever it gets",
+            REPLACES,
             OP,
             accelerate=">=1.2",
         ),
         pair(
             "accelerate-adamw",
             partial(prepare, wanted="AdamW"),
-            "accelerate makes a DeepSpeedCPUAdam of torch's AdamW, with the same decay",
+            "accelerate replaces torch's AdamW by a DeepSpeedCPUAdam with the same weight decay",
             prepare,
             REPLACED,
-            "accelerate makes a DeepSpeedCPUAdam of whatever it gets",
+            REPLACES,
             OP,
             accelerate=">=1.2",
         ),
