@@ -1,7 +1,7 @@
-"""CUDA needs the module nvidia_uvm and its device node; nvidia-smi needs neither, and so sees the GPUs without them.
+"""CUDA needs the module nvidia_uvm and its device node; nvidia-smi needs neither, so it sees the GPUs without them.
 
-The driver is a stub, built with gcc, that needs a file in place of /dev/nvidia-uvm: without it its cuInit returns
-999, as that of the real driver does. A torch that is built with CUDA then says what it says on such a machine.
+The driver is a stub, built with gcc, that needs a file instead of /dev/nvidia-uvm: without the file its cuInit returns
+999, like that of the real driver. A torch built with CUDA then raises the error that it raises on such a machine.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ int cuInit(unsigned flags)
 
 
 def load_driver(ctx: Context, *, uvm: bool) -> None:
-    """Build and load the stub; make the node, as `nvidia-modprobe -u -c=0` does, or do not."""
+    """Builds and loads the stub; with `uvm` it first makes the node, as `nvidia-modprobe -u -c=0` does."""
     try:
         ctypes.CDLL("libcuda.so.1")
-        raise Unavailable("a real driver is on the loader's path here, and would be found instead of the stub")
+        raise Unavailable("this machine has a real driver, which the loader would find instead of the stub")
     except OSError:
         library = ctx.path("libcuda.so.1")
     command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, "-xc", "-"]
@@ -66,20 +66,20 @@ def load_driver(ctx: Context, *, uvm: bool) -> None:
 
 
 def ask_driver(ctx: Context, *, uvm: bool) -> None:
-    """What nvidia-smi uses, and what CUDA uses, of the same driver."""
+    """Calls the functions of the driver that nvidia-smi uses, and then the one with which CUDA starts."""
     load_driver(ctx, uvm=uvm)
     driver = ctypes.CDLL("libcuda.so.1")
     count = ctypes.c_uint()
     assert driver.nvmlInit_v2() == 0
     assert driver.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    answer = ctypes.CDLL("libcuda.so.1").cuInit(0)
-    if answer == 999:
-        raise Symptom(f"NVML counts {count.value} GPU, and cuInit returns {answer}")
-    assert answer == 100
+    result = driver.cuInit(0)
+    if result == 999:
+        raise Symptom(f"NVML counts {count.value} GPU, and cuInit returns {result}")
+    assert result == 100
 
 
 def init_torch(ctx: Context, *, uvm: bool, visible: str = "") -> None:
-    """A torch that is built with CUDA starts it, with or without CUDA_VISIBLE_DEVICES in the environment."""
+    """A torch built with CUDA initializes it, with or without CUDA_VISIBLE_DEVICES in the environment."""
     if visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
     else:
@@ -88,7 +88,7 @@ def init_torch(ctx: Context, *, uvm: bool, visible: str = "") -> None:
     import torch
 
     if torch.version.cuda is None:
-        raise Unavailable("this torch was built without CUDA and does not look for a driver")
+        raise Unavailable("this torch was built without CUDA, so it does not look for a driver")
     try:
         torch.cuda.init()
     except RuntimeError as error:
@@ -96,20 +96,21 @@ def init_torch(ctx: Context, *, uvm: bool, visible: str = "") -> None:
             raise
 
 
-# --- the check: the module nvidia_uvm, its node, and whether this machine has slept since it was started --------------
+# --- the check: the module nvidia_uvm, its node, and whether this machine was suspended since the boot ----------------
 
 ROOT = Path("/")
-ASK = "in a new process: python3 -c \"import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))\"; 0 is right"
+CALL = "run python3 -c \"import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))\"; it should print 0"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read /proc, /sys and /dev; whether CUDA starts is not tried, because that can load modules and take seconds."""
+    """Reads /proc, /sys and /dev; it does not start CUDA, because that can load modules and take seconds."""
     if "microsoft" in platform.release().lower() or exists("dev/nvmap"):
-        return unknown("WSL or a Jetson: its GPU does not use nvidia_uvm", advice=ASK)
+        return unknown("this is WSL or a Jetson, whose GPU does not use nvidia_uvm", advice=CALL)
     if not exists("proc/driver/nvidia/version"):
-        return unknown("no NVIDIA driver in sight", advice="run this on the GPU node, and in the job's container")
+        return unknown("kb sees no NVIDIA driver", advice="run this on the GPU node, and in the job's container")
     if not list(Path(ROOT, "dev").glob("nvidia[0-9]*")):
-        return unknown("no /dev/nvidia0 either", advice="in a container: was it given a GPU? container-without-gpu")
+        advice = "if this is a container, check that it was given a GPU: container-without-gpu"
+        return unknown("there is an NVIDIA driver, but no /dev/nvidia0", advice=advice)
     marks = (".dockerenv", "run/.containerenv", ".singularity.d")
     container = "KUBERNETES_SERVICE_HOST" in os.environ or any(map(exists, marks))
     loaded = exists("sys/module/nvidia_uvm")
@@ -118,56 +119,62 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = [f"nvidia_uvm: {state}, {describe_sleep()}"]
     versions = {name: read(f"sys/module/{name}/version") for name in ("nvidia", "nvidia_uvm")}
     if all(versions.values()) and len(set(versions.values())) > 1:
-        return exposed(*evidence, f"modules of two releases: {versions}", advice="reboot the host")
+        return exposed(*evidence, f"the loaded modules are of two releases: {versions}", advice="reboot the host")
     try:
         node = Path(ROOT, "dev/nvidia-uvm").stat()
     except OSError:
         return without_node(evidence, container)
     if not stat.S_ISCHR(node.st_mode):
-        return exposed(*evidence, "/dev/nvidia-uvm is not a device", advice="remove it, then nvidia-modprobe -u -c=0")
+        advice = "remove it, then run nvidia-modprobe -u -c=0"
+        return exposed(*evidence, "/dev/nvidia-uvm is not a device", advice=advice)
     if not loaded and not container:
-        return unknown(*evidence, "the node is there without its module", advice=f"nvidia-modprobe -u -c=0, then {ASK}")
+        advice = f"run nvidia-modprobe -u -c=0, then {CALL}"
+        return unknown(*evidence, "/dev/nvidia-uvm exists, but its module is not loaded", advice=advice)
     if "nvidia-uvm" in majors and os.major(node.st_rdev) != majors["nvidia-uvm"]:
         why = f"/dev/nvidia-uvm has the major number {os.major(node.st_rdev)}, the driver {majors['nvidia-uvm']}"
-        advice = "the module was loaded anew: make the node, or start the container, again"
+        advice = "the module was reloaded: make the node again, or restart the container"
         return exposed(*evidence, why, advice=advice)
     if not os.access(Path(ROOT, "dev/nvidia-uvm"), os.R_OK | os.W_OK):
         why = "this user may not read and write /dev/nvidia-uvm"
-        return exposed(*evidence, why, advice="ls -l /dev/nvidia*; id; the device rules of the container or job")
-    return unknown(*evidence, "module and node are there; their state after a suspend cannot be read", advice=ASK)
+        advice = "compare ls -l /dev/nvidia* with id, and look at the device rules of the container or job"
+        return exposed(*evidence, why, advice=advice)
+    why = "the module and its node are present, but kb cannot see whether a suspend broke them"
+    return unknown(*evidence, why, advice=CALL)
 
 
 def without_node(evidence: List[str], container: bool) -> Finding:
+    """The finding if /dev/nvidia-uvm is missing: may CUDA make it?"""
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", read("proc/self/status"), re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> 21 & 1 and container:  # CAP_SYS_ADMIN
-        why = "no /dev/nvidia-uvm in this container, which is privileged and may make it"
-        return unknown(*evidence, why, advice=ASK)
+        why = "this container has no /dev/nvidia-uvm, but it is privileged and may make it"
+        return unknown(*evidence, why, advice=CALL)
     if container:
-        why = "no /dev/nvidia-uvm in this container, and it has no right to make one"
-        return exposed(*evidence, why, advice="nvidia-modprobe -u -c=0 on the host, then start the container again")
+        why = "this container has no /dev/nvidia-uvm and may not make it"
+        advice = "run nvidia-modprobe -u -c=0 on the host, then restart the container"
+        return exposed(*evidence, why, advice=advice)
     path = shutil.which("nvidia-modprobe", path=f"{os.environ.get('PATH', '')}:/usr/bin:/run/current-system/sw/bin")
     if os.geteuid() == 0 or (path and os.stat(path).st_mode & stat.S_ISUID):
-        why = f"no /dev/nvidia-uvm yet: CUDA may make it at its first start, with {path or 'the rights of root'}"
-        return unknown(*evidence, why, advice=ASK)
-    why = "no /dev/nvidia-uvm, and no nvidia-modprobe that this user may use: CUDA cannot make it"
-    return exposed(*evidence, why, advice="on the host: sudo nvidia-modprobe -u -c=0")
+        why = f"there is no /dev/nvidia-uvm yet; CUDA may make it when it starts, with {path or 'the rights of root'}"
+        return unknown(*evidence, why, advice=CALL)
+    why = "there is no /dev/nvidia-uvm, and CUDA cannot make it, because this user has no setuid nvidia-modprobe"
+    return exposed(*evidence, why, advice="run sudo nvidia-modprobe -u -c=0 on the host")
 
 
 def device_majors() -> Dict[str, int]:
-    """Names of character devices and their numbers. In most containers, too, they are the host's."""
+    """The major numbers of character devices by name; most containers see those of the host."""
     found = re.findall(r"^ *(\d{1,9}) (nvidia\S*)$", read("proc/devices"), re.MULTILINE)
     return {name: int(major) for major, name in found}
 
 
 def describe_sleep() -> str:
-    """The clock that counts sleep, less the one that does not."""
+    """How long the machine was suspended: the clock that counts suspends minus the one that does not."""
     asleep = abs(time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC))
     kept = re.search(r"PreserveVideoMemoryAllocations: (\d)", read("proc/driver/nvidia/params"))
     return f"{asleep:.0f} s in suspend since the boot, PreserveVideoMemoryAllocations {kept[1] if kept else 'unknown'}"
 
 
 def exists(path: str) -> bool:
-    return os.path.exists(Path(ROOT, path))  # False, too, where it may not be asked
+    return os.path.exists(Path(ROOT, path))  # also False if this user may not look there
 
 
 def read(path: str) -> str:
@@ -177,14 +184,14 @@ def read(path: str) -> str:
         return ""
 
 
-DRIVER = "NVIDIA's driver, whose cuInit needs /dev/nvidia-uvm: a stub that needs a file"
+DRIVER = "NVIDIA's driver, whose cuInit needs /dev/nvidia-uvm; a stub needs a file instead"
 
 
 def driver(name: str, jobs: Tuple[Any, Any], expect: Expect, because: str, package: str) -> Experiment:
     return Experiment(
         name=name,
         control=Arm(jobs[0], expect, because, "stand-in", DRIVER),
-        treatment=Arm(jobs[1], completed(), "the node is there", "stand-in", DRIVER),
+        treatment=Arm(jobs[1], completed(), "the device node exists", "stand-in", DRIVER),
         world_size=1,
         needs=Needs(packages={package: ">=2.1"} if package else {}, programs=("gcc",)),
         expected_s=(1.0, 1.0),
@@ -200,7 +207,7 @@ probe = Probe(
             "node",
             (partial(ask_driver, uvm=False), partial(ask_driver, uvm=True)),
             symptom(r"NVML counts 1 GPU, and cuInit returns 999"),
-            "there is no node for CUDA, and NVML needs none",
+            "the device node is missing: cuInit needs it, but NVML does not",
             "",
         ),
     ),
@@ -209,14 +216,14 @@ probe = Probe(
             "torch",
             (partial(init_torch, uvm=False), partial(init_torch, uvm=True)),
             UNKNOWN_ERROR,
-            "there is no node, and torch translates 999",
+            "the device node is missing, and torch reports the 999 of cuInit as an unknown error",
             "torch",
         ),
         driver(
             "variable",
             (partial(init_torch, uvm=False, visible="0"), partial(init_torch, uvm=True, visible="0")),
             UNKNOWN_ERROR,
-            "CUDA_VISIBLE_DEVICES=0 is set before the start, as the text suggests, and there is no node",
+            "CUDA_VISIBLE_DEVICES=0 is set before the start, as the error suggests, but the device node is missing",
             "torch",
         ),
     ),

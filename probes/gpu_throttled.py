@@ -1,7 +1,7 @@
-"""One of two ranks computes as a card with a lowered clock does: its work takes three times as long.
+"""One of two ranks computes like a card with a lowered clock: its work takes three times as long.
 
-Lowering a clock needs root, and every user of the card would feel it. On a GPU pauses between equal pieces of work take
-its place, without one the work is a pause itself.
+Lowering a clock needs root and affects every user of the card. On a GPU, the probe pauses between equal pieces of work
+instead; without a GPU, the work itself is a pause.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIECES, PIECE_S, STEPS, THIRD, TOO_SLOW = 2, 0.015, 8, 1 / 3, 2.0
 
 
 def work_of(ctx: Context) -> Callable[[], None]:
-    """A piece of work that is always the same."""
+    """Returns a function that always does the same amount of work."""
     if ctx.device.type != "cuda":
         return partial(time.sleep, PIECE_S)
     import torch
@@ -66,7 +66,7 @@ def train(ctx: Context, *, clock: float, leave_out: bool = False) -> None:
         dist.all_reduce(total, group=group)
         wait.append(time.perf_counter() - started)
         assert total[0].item() == sum(rank + 1 for rank in members)
-    mine = (1000 * min(own), 1000 * min(wait)) if own else (0.0, 0.0)  # what other programs do not disturb
+    mine = (1000 * min(own), 1000 * min(wait)) if own else (0.0, 0.0)  # the minimum excludes other load
     times: List[Any] = [None, None]
     dist.all_gather_object(times, mine)
     ctx.note(ms_of_compute_and_wait=[[round(value, 1) for value in pair] for pair in times])
@@ -78,7 +78,7 @@ def train(ctx: Context, *, clock: float, leave_out: bool = False) -> None:
 
 
 def repeat(ctx: Context, *, clock: float) -> None:
-    """The same products at first, and later, when the clock is `clock`, with what nvidia-smi reads then."""
+    """Times the same matrix products first at full clock and later at `clock`, with the output of nvidia-smi then."""
     piece = work_of(ctx)
     ctx.reached()
     first = min(compute(piece, 1.0) for _ in range(STEPS))
@@ -92,12 +92,12 @@ def repeat(ctx: Context, *, clock: float) -> None:
         raise Symptom("the same matrix products take %.1f times as long as at first" % ratio)
 
 
-# --- the check: what lowers the clock of each GPU now, while it works? ------------------------------------------------
+# --- the check: what lowers the clock of each GPU while it works? -----------------------------------------------------
 
 QUERY = "index,pstate,utilization.gpu,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,temperature.gpu,power.draw,"
 QUERY += "power.limit,power.default_limit,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"
 QUERY += "pcie.link.width.max,"
-SPELLINGS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # from driver 535 on, and before
+SPELLINGS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # since driver 535, and before it
 NAMES = "Idle, Applications Clocks Setting, SW Power Cap, HW Slowdown, Sync Boost, SW Thermal Slowdown, "
 NAMES += "HW Thermal Slowdown, HW Power Brake Slowdown, Display Clock Setting, Board Limit, Reliability"  # bit by bit
 IDLE, SW_POWER_CAP, HEAT_OR_BRAKE = 0x1, 0x4, 0x20 | 0x40 | 0x80
@@ -105,9 +105,9 @@ BUSY, LOW, USUAL, LINK = 50, 0.7, 0.85, ("current", "max")  # percent of the tim
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read clocks, their limits and the PCIe link of each GPU once; only a GPU at work says anything."""
+    """Reads clocks, their limits and the PCIe link of each GPU once; an idle GPU shows nothing."""
     output, error = answer_of(smi(SPELLINGS[0]), 3)
-    if "not a valid field" in error:  # an unknown field, and nvidia-smi answers nothing at all
+    if "not a valid field" in error:  # nvidia-smi rejects the whole query if it does not know a field
         output, error = answer_of(smi(SPELLINGS[1]), 3)
     fields = (QUERY + "reasons").split(",")
     gpus = [dict(zip(fields, (value.strip() for value in line.split(",")))) for line in output.splitlines()]
@@ -115,10 +115,11 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown("nvidia-smi does not list the GPUs: %s" % (error or output.strip()[:200] or "no output"))
     states, evidence = zip(*map(judged, gpus))
     if "exposed" in states:
-        return exposed(*evidence, advice="compare it with another card under the same load")
+        return exposed(*evidence, advice="compare this card with another one under the same load")
     if set(states) == {"clear"}:
-        return clear(*evidence, "nothing else lowers a clock at this moment; heat may do so later")
-    return unknown(*evidence, advice="run it while the job trains, on its node; an idle card lowers clock and link")
+        return clear(*evidence, "nothing lowers a clock now; heat may do so later")
+    advice = "run this on the node while the job trains, because an idle card lowers its clock and PCIe link"
+    return unknown(*evidence, advice=advice)
 
 
 def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
@@ -129,37 +130,37 @@ def judged(gpu: Mapping[str, str]) -> Tuple[str, str]:
     line = "GPU %(index)s: %(utilization.gpu)s %% busy, %(pstate)s, SM %(clocks.sm)s of %(clocks.max.sm)s MHz" % gpu
     line += ", %(temperature.gpu)s C, %(power.draw)s of %(power.limit)s W" % gpu
     if not re.fullmatch(r"0x[0-9a-fA-F]+", gpu["reasons"]):
-        return "unknown", line + "; it gives no reasons"
+        return "unknown", line + "; nvidia-smi gives no reasons for the clock"
     reasons = int(gpu["reasons"], 16)
     names = ", ".join(name for bit, name in enumerate(NAMES.split(", ")) if reasons >> bit & 1)
     line += "; active: %s" % (names or "none of the reasons")
     if busy is None or not clock or not highest:
-        return "unknown", line + "; it does not say how busy or how fast it is: MIG, vGPU, or a driver that hides it"
+        return "unknown", line + "; nvidia-smi does not say how busy or fast it is, perhaps because of MIG or a vGPU"
     if reasons & IDLE or busy < BUSY:
-        return "unknown", line + "; idle, or nearly so"
+        return "unknown", line + "; it is idle, or nearly so"
     found = ["heat or power lowers the clock"] if reasons & HEAT_OR_BRAKE else []
     if reasons & SW_POWER_CAP and default and limit and limit < default - 1:
         found.append("somebody lowered the power limit from %s W" % gpu["power.default_limit"])
     at_limit = bool(reasons & SW_POWER_CAP and draw and limit and draw > 0.9 * limit)
-    hidden = bool(reasons & SW_POWER_CAP and not (draw and limit))  # a laptop, a GB10: is the cap its own, or low?
+    hidden = bool(reasons & SW_POWER_CAP and not (draw and limit))  # a laptop or GB10 does not show its power limit
     if clock < LOW * highest and not at_limit and not hidden and not found:
-        found.append("a low clock" if names else "a low clock without a reason: locked, or limited below the driver")
+        found.append("the clock is low" if names else "the clock is low without a reason: somebody may have locked it")
     memory, highest_memory = value["clocks.mem"], value["clocks.max.mem"]
     if memory and highest_memory and memory < LOW * highest_memory:
-        found.append("memory at %.0f of %.0f MHz" % (memory, highest_memory))
+        found.append("memory runs at %.0f of %.0f MHz" % (memory, highest_memory))
     links = {name: [value["pcie.link.%s.%s" % (name, which)] or 0.0 for which in LINK] for name in ("gen", "width")}
     found += [f"PCIe {name} {a:.0f} of {b:.0f} while it works" for name, (a, b) in links.items() if 0 < a < b]
     if found:
         return "exposed", "%s: %s" % (line, "; ".join(found))
     if hidden:
-        return "unknown", line + "; it does not say what its power limit is"
+        return "unknown", line + "; nvidia-smi does not show its power limit"
     if reasons != (SW_POWER_CAP if at_limit else 0):
-        return "unknown", line + "; its clock is not low all the same"
+        return "unknown", line + "; its clock is not low in spite of this reason"
     if clock < (LOW if at_limit else USUAL) * highest:
-        return "unknown", line + "; slower than most cards are, compare it with an equal one"
+        return "unknown", line + "; it is slower than most cards, so compare it with one of the same model"
     if not (memory and highest_memory and all(map(all, links.values()))):
-        return "unknown", line + "; its memory clock or its PCIe link cannot be read"
-    return "clear", line + ("; at its own power limit, as a card with much work is" if at_limit else "")
+        return "unknown", line + "; nvidia-smi does not show its memory clock or its PCIe link"
+    return "clear", line + ("; it is at its own power limit, which is normal under load" if at_limit else "")
 
 
 def number(text: str) -> Optional[float]:
@@ -167,7 +168,7 @@ def number(text: str) -> Optional[float]:
 
 
 def smi(reasons: str) -> Optional[subprocess.Popen[str]]:
-    """nvidia-smi with a query for all this, the reasons by this name."""
+    """Starts nvidia-smi with the query; `reasons` is the name of the field for the reasons."""
     command = ["nvidia-smi", "--query-gpu=" + QUERY + reasons, "--format=csv,noheader,nounits"]
     try:
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
@@ -176,23 +177,23 @@ def smi(reasons: str) -> Optional[subprocess.Popen[str]]:
 
 
 def answer_of(process: Optional[subprocess.Popen[str]], seconds: float) -> Tuple[str, str]:
-    """What it printed, and "" or the reason not to trust it."""
+    """The output of nvidia-smi, and an error or an empty string."""
     if process is None:
-        return "", "it is not installed here"
+        return "", "it is not installed"
     try:
         output, error = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()  # without waiting: in state D it does not end
+        process.kill()  # kb does not wait for it, because in state D it does not end
         return "", "it did not answer in %g s" % seconds
     return output, (error or output).strip()[:200] if process.returncode else ""
 
 
-PAUSES = "a GPU whose clock heat or power lowers: %s"
-ON_GPU, ON_CPU = PAUSES % "pauses between the pieces of its work", PAUSES % "a pause of as long as its work would take"
+ON_GPU = "a GPU whose clock is lowered by heat or power; the job pauses between its pieces of work"
+ON_CPU = "a GPU whose clock is lowered by heat or power; the job pauses for as long as the work would take"
 
 
 def pair(name: str, job: Callable[..., None], pattern: str, stands_for: str, **fixed: Any) -> Experiment:
-    fix = "the slow rank is left out" if "leave_out" in fixed else "the clock is not lowered"
+    fix = "the job runs without the slow rank" if "leave_out" in fixed else "the clock stays at its full speed"
     return Experiment(
         name=name,
         control=Arm(partial(job, clock=THIRD), symptom(pattern), LOWERED[job is train], "stand-in", stands_for),
@@ -201,7 +202,10 @@ def pair(name: str, job: Callable[..., None], pattern: str, stands_for: str, **f
     )
 
 
-LOWERED = ("the clock falls to a third after the first steps", "rank 1 runs at a third of its clock, and rank 0 waits")
+LOWERED = (
+    "the clock falls to a third after the first steps",
+    "rank 1 runs at a third of its clock, and rank 0 waits for it",
+)
 SLOW = SAYS.replace("%.1f", NUMBER)
 later = pair("gpu", repeat, "the same matrix products take %s times as long as at first" % NUMBER, ON_GPU, clock=1.0)
 

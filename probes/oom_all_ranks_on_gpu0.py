@@ -1,4 +1,4 @@
-"""Every rank loads rank 0's checkpoint: torch.load puts each tensor on the GPU that the file names, which is GPU 0."""
+"""Every rank loads the checkpoint of rank 0, and torch.load puts each tensor on the GPU in the file, which is GPU 0."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from kb.probe import (
     unknown,
 )
 
-WAYS = ("as-saved", "cpu", "own-gpu")
+WAYS = ("as-saved", "cpu", "own-gpu")  # where torch.load puts the tensors
 WIDTH = 2048  # 16 MiB of float32 weights
 
 
 def resume(ctx: Context, *, way: str) -> None:
-    """Rank 0 saves from its GPU, every rank resumes; then each measures what it has put on GPU 0."""
+    """Rank 0 saves from its GPU, and every rank resumes; then each rank measures how much it has put on GPU 0."""
     import torch
 
     assert way in WAYS, way
@@ -42,7 +42,7 @@ def resume(ctx: Context, *, way: str) -> None:
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False, device=ctx.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, WIDTH, device=ctx.device)).sum().backward()
-    optimizer.step()  # makes the momentum
+    optimizer.step()  # creates the momentum
     if ctx.rank == 0:
         torch.nn.init.constant_(model.weight, 2)
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
@@ -67,23 +67,25 @@ def resume(ctx: Context, *, way: str) -> None:
 
 
 def put(placed: Counter[str], storage: Any, location: str) -> Any:
-    """A stand-in for the GPUs: accepts every `cuda` location, counts what goes there and leaves it on the host."""
+    """Stands in for the GPUs: accepts every `cuda` location, counts its bytes, and leaves the storage on the host."""
     if not location.startswith("cuda"):
         return None
     placed[location] += storage.nbytes()
     return storage
 
 
-# --- the check: who holds memory on several GPUs now, and which calls of your code would bring it about ---------
+# --- the check: which processes hold memory on more than one GPU, and which calls of the code would cause that? --
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    crowded, message = strangers()
+    crowded, message = crowded_gpus()
     if crowded:
-        return exposed(*crowded, advice="map_location in torch.load; torch.cuda.set_device(LOCAL_RANK) before all else")
+        advice = "pass map_location to torch.load, and call torch.cuda.set_device(LOCAL_RANK) before any use of CUDA"
+        return exposed(*crowded, advice=advice)
     code = params["code"]
     if code is None:
-        return unknown("no code was given to read", message, advice="--set code=train.py; or run this beside the job")
+        advice = "--set code=train.py, or run this while the job runs"
+        return unknown("no code was named", message, advice=advice)
     end, read, result, is_complete = time.monotonic() + 0.5, 0, [], True
     for file in sorted(code.rglob("*.py")) if os.path.isdir(code) else [code]:
         if time.monotonic() > end:
@@ -95,28 +97,29 @@ def check(params: Mapping[str, Any]) -> Finding:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
     if result:
-        return exposed(*result[:10], advice='map_location="cpu", or f"cuda:{os.environ["LOCAL_RANK"]}"')
+        advice = 'pass map_location="cpu", or map_location=f"cuda:{os.environ["LOCAL_RANK"]}"'
+        return exposed(*result[:10], advice=advice)
     if not read:
-        return unknown("no Python file of %s could be read" % code)
+        return unknown("kb could read no Python file in %s" % code)
     if not is_complete:
-        return unknown("the first %d Python files name a device at each load; there are more" % read)
-    note = "that set_device comes before any use of CUDA, and what libraries load, is not looked at"
-    return unknown("%d Python files, and each torch.load in them names a device" % read, note)
+        return unknown("in the first %d Python files each load names a device; kb did not read the rest" % read)
+    note = "kb did not check what libraries load, nor that set_device comes before any use of CUDA"
+    return unknown("in %d Python files each torch.load names a device" % read, note)
 
 
-def strangers() -> Tuple[List[str], str]:
-    """GPUs on which several processes hold 100 MiB or more, each besides another GPU of its own, and the evidence."""
+def crowded_gpus() -> Tuple[List[str], str]:
+    """GPUs on which two or more processes hold 100 MiB although each also uses another GPU, and a message."""
     query = ["nvidia-smi", "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=0.8, check=True).stdout
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return [], "nvidia-smi does not tell which process is on which GPU: %s" % type(error).__name__
+        return [], "nvidia-smi does not say which process uses which GPU: %s" % type(error).__name__
     rows = [[part.strip() for part in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     rows = [row for row in rows if row[2].isdigit() and int(row[2]) >= 100]
     gpus: Dict[str, Set[str]] = {}
     for pid, gpu, _ in rows:
         gpus.setdefault(pid, set()).add(gpu)
-    shared: Dict[str, Set[Tuple[str, ...]]] = {}  # one set twice: two jobs that each use all of these GPUs
+    shared: Dict[str, Set[Tuple[str, ...]]] = {}  # processes with equal sets count once: jobs that use all these GPUs
     for pid, gpu, _ in rows:
         if len(gpus[pid]) > 1:
             shared.setdefault(gpu, set()).add(tuple(sorted(gpus[pid])))
@@ -125,20 +128,20 @@ def strangers() -> Tuple[List[str], str]:
         for gpu, sets in shared.items()
         if len(sets) > 1
     ]
-    return crowded, "nvidia-smi names %d processes, and no two of them on a GPU besides their own" % len(gpus)
+    return crowded, "nvidia-smi lists %d processes, and no two of them share a second GPU" % len(gpus)
 
 
 DEVICE_AT = {"torch.load": ("map_location", 1), "load_file": ("device", 1), "safe_open": ("device", 2)}
 
 
 def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Calls that take the device from the file, or use index 0."""
+    """Calls that take the device from the file, or use GPU 0."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
         key = name if name == "torch.load" else name.split(".")[-1]
-        if key in DEVICE_AT and None not in words:  # ** may hold it
+        if key in DEVICE_AT and None not in words:  # ** may contain it
             word, position = DEVICE_AT[key]
             words[word] = words.get(word) or (node.args[position] if len(node.args) > position else ast.Constant(None))
             if key == "torch.load" and constant(words[word]) == "None":
@@ -147,7 +150,7 @@ def loads(tree: ast.AST) -> Iterator[Tuple[int, str]]:
             value = words.get(word)
             if word == "device_map" and isinstance(value, ast.Dict) and len(value.values) == 1:
                 value = value.values[0]  # {"": 0}
-            plain = "'cuda'" if word == "device" else "'cuda:0'"  # elsewhere "cuda" is the rank's own
+            plain = "'cuda'" if word == "device" else "'cuda:0'"  # in the other arguments "cuda" is the rank's GPU
             if constant(value) in ("'cuda:0'", "0", plain) and (word == "device_map" or key in DEVICE_AT):
                 yield node.lineno, "%s(%s=%s) is GPU 0 on every rank" % (name, word, ast.unparse(words[word]))
 
@@ -156,8 +159,8 @@ def constant(node: Any) -> str:
     return repr(node.value) if isinstance(node, ast.Constant) else ""
 
 
-HELD = "torch.load without map_location: the tensors go where the file says, to GPU 0"
-GPUS = "the GPUs; torch.load's registry of devices gets one that counts what is put where"
+AS_SAVED = "torch.load without map_location puts the tensors on the device in the file, which is GPU 0"
+GPUS = "the GPUs; the probe registers a device with torch.load that counts the bytes for each GPU"
 
 
 def experiment(name: str, way: str, because: str) -> Experiment:
@@ -165,7 +168,7 @@ def experiment(name: str, way: str, because: str) -> Experiment:
     fails = symptom(r"rank 1 put \d+ MiB on GPU 0, not on its own")
     return Experiment(
         name=name,
-        control=Arm(control, fails, because=HELD, fidelity="stand-in", stands_for=GPUS),
+        control=Arm(control, fails, because=AS_SAVED, fidelity="stand-in", stands_for=GPUS),
         treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=GPUS),
         deadline_s=60,
         expected_s=(0.5, 0.5),
@@ -173,12 +176,12 @@ def experiment(name: str, way: str, because: str) -> Experiment:
 
 
 counted = experiment(
-    "registry", "cpu", "map_location is the host, and load_state_dict copies to where the parameters are"
+    "registry", "cpu", 'map_location="cpu" loads to the host, and load_state_dict copies to the rank\'s own GPU'
 )
 
 probe = Probe(
     check=check,
-    params={"code": Param("path", "your training script, or a folder of Python files, to look for such loads")},
+    params={"code": Param("path", "your training script, or a folder of Python files, for the check")},
     experiments=(counted.on_gpus(expected_s=(10, 10)), counted),
-    variants=(experiment("own-gpu", "own-gpu", "map_location is this rank's own GPU"),),
+    variants=(experiment("own-gpu", "own-gpu", "map_location names the GPU of this rank"),),
 )

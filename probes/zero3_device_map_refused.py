@@ -1,4 +1,4 @@
-"""from_pretrained is asked to place a model by a map, or piece by piece, while ZeRO-3 is to shard it."""
+"""A script passes from_pretrained a device map, or low_cpu_mem_usage, for a model that ZeRO-3 should shard."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ WHOLE = symptom(r"this rank holds \d+ of the \d+ numbers of a layer under ZeRO-3
 
 
 def prepare(ctx: Context) -> Any:
-    """The class that loads a model, for its path of a checkpoint, on two ranks with DeepSpeed for the CPU."""
+    """Saves a small model, joins the group, and returns the class whose from_pretrained loads the model."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
@@ -28,8 +28,8 @@ def prepare(ctx: Context) -> Any:
     return make
 
 
-def known() -> Any:
-    """What TrainingArguments and Accelerator do, too: transformers knows the configuration while this object lives."""
+def register_config() -> Any:
+    """Makes ZeRO-3 known to transformers while the returned object lives, as TrainingArguments and Accelerator do."""
     from transformers.integrations import HfDeepSpeedConfig  # type: ignore[import-not-found]
 
     return HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
@@ -40,7 +40,7 @@ def layer(model: Any) -> Any:
 
 
 def judge(ctx: Context, model: Any) -> None:
-    """A rank of two holds half of a layer, and together they have the values of the checkpoint."""
+    """Raises `Symptom` if a rank holds a whole layer; asserts that both ranks together have the saved values."""
     import deepspeed  # type: ignore[import-not-found]
     import torch
     from safetensors.torch import load_file  # type: ignore[import-not-found]
@@ -55,9 +55,9 @@ def judge(ctx: Context, model: Any) -> None:
 
 
 def load(ctx: Context, **arguments: Any) -> None:
-    """from_pretrained with these arguments, while a configuration of stage 3 is known."""
+    """Calls from_pretrained with these arguments while transformers knows a configuration of stage 3."""
     make = prepare(ctx)
-    kept = known()
+    kept = register_config()
     ctx.reached()
     model = make.from_pretrained(
         ctx.path("model"), **{key: value for key, value in arguments.items() if value is not None}
@@ -67,11 +67,11 @@ def load(ctx: Context, **arguments: Any) -> None:
 
 
 def load_quantized(ctx: Context, *, device_map: Any) -> None:
-    """A model that is quantized at loading, under stage 3: the loader has a place for it when none is given."""
+    """Quantizes a model while loading it under stage 3; without a device map, the loader chooses the device."""
     make = prepare(ctx)
     from transformers import BitsAndBytesConfig
 
-    kept = known()
+    kept = register_config()
     ctx.reached()
     model = make.from_pretrained(
         ctx.path("model"), device_map=device_map, quantization_config=BitsAndBytesConfig(load_in_4bit=True)
@@ -80,7 +80,7 @@ def load_quantized(ctx: Context, *, device_map: Any) -> None:
 
 
 def load_by_flag(ctx: Context, *, device_map: Any, flag: bool) -> None:
-    """What Accelerator does with a DeepSpeed plugin whose zero3_init_flag is false, or is true and switched off."""
+    """Does what Accelerator does with a DeepSpeed plugin whose zero3_init_flag is false, or true and switched off."""
     make = prepare(ctx)
     from accelerate import DeepSpeedPlugin  # type: ignore[import-not-found]
 
@@ -94,30 +94,30 @@ def load_by_flag(ctx: Context, *, device_map: Any, flag: bool) -> None:
 
 
 def load_in_order(ctx: Context, *, config_first: bool) -> None:
-    """Before the configuration is known a map is accepted; behind it the model is loaded without one."""
+    """Loads with a map before transformers knows the configuration, or without a map afterwards."""
     make = prepare(ctx)
     ctx.reached()
     if config_first:
-        kept = known()
+        kept = register_config()
         model = make.from_pretrained(ctx.path("model"))
     else:
         model = make.from_pretrained(ctx.path("model"), device_map={"": "cpu"})
-        kept = known()
+        kept = register_config()
     assert kept.is_zero3()
     judge(ctx, model)
 
 
-def load_second(ctx: Context, *, aside: bool) -> None:
-    """A model that is not trained gets a place of its own; the one that is trained is sharded."""
+def load_second(ctx: Context, *, unregistered: bool) -> None:
+    """Loads a second model, which is not trained, with a device map, and shards the model that is trained."""
     make = prepare(ctx)
     from transformers.integrations.deepspeed import (  # type: ignore[import-not-found]
         set_hf_deepspeed_config,
         unset_hf_deepspeed_config,
     )
 
-    folder, kept = ctx.path("model"), known()
+    folder, kept = ctx.path("model"), register_config()
     ctx.reached()
-    if aside:
+    if unregistered:
         unset_hf_deepspeed_config()
         try:
             judge_model = make.from_pretrained(folder, device_map={"": "cpu"})
@@ -133,7 +133,7 @@ def load_second(ctx: Context, *, aside: bool) -> None:
 ALL = {"torch": ">=2.4", "deepspeed": ">=0.16", "transformers": ">=4.50", "safetensors": ""}
 OLD, NEW = {**ALL, "transformers": ">=4.50,<4.51"}, {**ALL, "transformers": ">=4.51"}
 BITS = {**ALL, "transformers": ">=5.0", "bitsandbytes": ">=0.48"}
-PLAN = {**ALL, "transformers": ">=4.50,<5.25"}  # the argument is deprecated
+PLAN = {**ALL, "transformers": ">=4.50,<5.25"}  # transformers has deprecated the argument
 
 
 def pair(
@@ -142,7 +142,7 @@ def pair(
     keyword: str,
     values: Any,
     because: str,
-    fix: str = "the loader places nothing, and each rank has its shard",
+    fix: str = "without the argument, the loader shards the model and each rank has its half",
     packages: Mapping[str, str] = ALL,
     expect: Expect = REFUSED,
 ) -> Experiment:
@@ -160,24 +160,40 @@ def pair(
 
 FALSE = partial(load, low_cpu_mem_usage=False)
 AUTO, ONE = ("auto", None), ({"": 0}, None)
-UNASKED = "bitsandbytes is given the device of the process by the loader"
 FLAG, SWITCH = partial(load_by_flag, flag=False), partial(load_by_flag, flag=True)
-PLUGIN, KNOWN = {**ALL, "accelerate": ">=1.0"}, "accelerate makes the configuration known to transformers all the same"
-LATE = "the configuration comes after the model, which is whole on each rank"
-SECOND, ASIDE = "the configuration holds for each load of the process", "no configuration is known while it is loaded"
+PLUGIN = {**ALL, "accelerate": ">=1.0"}
+DISCARDED = "transformers ignores low_cpu_mem_usage=False, so it still refuses the device map"
+NEEDS_TRUE = "transformers 4.50 accepts a device map only with low_cpu_mem_usage=True"
+EMPTY_WEIGHTS = "low_cpu_mem_usage=True creates empty weights, which transformers refuses under ZeRO-3"
+PLAN_IS_MAP = "transformers makes a device map from the tensor-parallel plan, and ZeRO-3 refuses it"
+FOUR_BIT = "the device map names the GPU of the rank, and ZeRO-3 refuses every map"
+CHOSEN = "without a device map, the loader gives bitsandbytes the device of the process"
+NO_INIT = "zero3_init_flag is false, but accelerate still makes the configuration known to transformers"
+SWITCHED_OFF = "the init context is switched off, but transformers still knows the configuration"
+LATE = "transformers gets the configuration after the model, which is therefore whole on each rank"
+SECOND = "the ZeRO-3 configuration applies to every load of the process, also to the second model"
+UNREGISTERED = "the script removes the configuration while it loads the second model"
 
 probe = Probe(
-    experiments=(pair("device-map", load, "device_map", AUTO, "a device map, and ZeRO-3"),),
+    experiments=(pair("device-map", load, "device_map", AUTO, "from_pretrained gets device_map='auto' under ZeRO-3"),),
     variants=(
-        pair("one-device", load, "device_map", ONE, "a map of one entry is a map"),
-        pair("false", FALSE, "device_map", AUTO, "low_cpu_mem_usage=False is thrown away", packages=NEW),
-        pair("false-old", FALSE, "device_map", AUTO, "a map wants True", packages=OLD, expect=REQUIRED),
-        pair("low-cpu", load, "low_cpu_mem_usage", (True, None), "True asks for empty weights", packages=OLD),
-        pair("tp-plan", load, "tp_plan", AUTO, "a tensor-parallel plan makes a map", packages=PLAN),
-        pair("four-bit", load_quantized, "device_map", ONE, "a map for the GPU of the rank", UNASKED, packages=BITS),
-        pair("init-flag", FLAG, "device_map", ONE, KNOWN, packages=PLUGIN),
-        pair("init-context", SWITCH, "device_map", ONE, KNOWN, packages=PLUGIN),
-        pair("order", load_in_order, "config_first", (False, True), LATE, expect=WHOLE),
-        pair("second-model", load_second, "aside", (False, True), SECOND, ASIDE),
+        pair("one-device", load, "device_map", ONE, "a device map with a single entry is a map, too"),
+        pair("false", FALSE, "device_map", AUTO, DISCARDED, packages=NEW),
+        pair("false-old", FALSE, "device_map", AUTO, NEEDS_TRUE, packages=OLD, expect=REQUIRED),
+        pair("low-cpu", load, "low_cpu_mem_usage", (True, None), EMPTY_WEIGHTS, packages=OLD),
+        pair("tp-plan", load, "tp_plan", AUTO, PLAN_IS_MAP, packages=PLAN),
+        pair("four-bit", load_quantized, "device_map", ONE, FOUR_BIT, CHOSEN, packages=BITS),
+        pair("init-flag", FLAG, "device_map", ONE, NO_INIT, packages=PLUGIN),
+        pair("init-context", SWITCH, "device_map", ONE, SWITCHED_OFF, packages=PLUGIN),
+        pair(
+            "order",
+            load_in_order,
+            "config_first",
+            (False, True),
+            LATE,
+            "transformers knows the configuration before the load, so each rank has its half",
+            expect=WHOLE,
+        ),
+        pair("second-model", load_second, "unregistered", (False, True), SECOND, UNREGISTERED),
     ),
 )
