@@ -336,7 +336,7 @@ def pair(
     needs: str = "",
     torch: str = ">=2.7",
 ) -> Experiment:
-    """`change` is the argument that differs, with its values in control and treatment; `because` has a text for each."""
+    """`change` is the argument that differs, with its values in control and treatment; `because` has a text each."""
     control, treatment = (partial(job, **{change[0]: value}) for value in change[1:])
     return Experiment(
         name=name,
