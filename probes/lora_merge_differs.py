@@ -173,6 +173,26 @@ def merge_stages(ctx: Context, *, both: bool) -> None:
     judge(ctx, merge_error(model, merged, **llama.inputs))
 
 
+def merge_quantized_stages(ctx: Context, *, chained: bool) -> None:
+    """Two stages of QLoRA: the second adapter is trained on the merged model of the first, quantized again."""
+    import torch
+
+    llama = Llama(ctx)
+    PeftModel = llama.peft.PeftModel  # noqa: N806
+    quantization = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = llama.transformers.BitsAndBytesConfig(load_in_4bit=True, **quantization)
+    llama.train(llama.load(quantization_config=config), "sft", lr=1e-2)
+    sft = PeftModel.from_pretrained(llama.load(quantization_config=config).dequantize(), ctx.path("sft"))
+    sft = sft.merge_and_unload()
+    sft.save_pretrained(ctx.path("merged-sft"))
+    llama.base_id = ctx.path("merged-sft")
+    model = llama.train(llama.load(quantization_config=config), "dpo", lr=3e-4)
+    ctx.reached()
+    base = sft if chained else llama.load(quantization_config=config).dequantize()
+    merged = PeftModel.from_pretrained(base, ctx.path("dpo")).merge_and_unload()
+    judge(ctx, merge_error(model, merged, **llama.inputs))
+
+
 OFF = symptom(r"the merged model is off by \d{2,4}% of what the adapter changes")
 TRAINED = "the adapter is added to the dequantized weights that it was trained on"
 
@@ -291,6 +311,15 @@ probe = Probe(
             "the second adapter is merged into the base without the first one",
             "both adapters are merged, in the order of their training",
             PEFT,
+        ),
+        pair(
+            "peft-quantized-stages",
+            merge_quantized_stages,
+            {"chained": True},
+            {"chained": False},
+            "both stages are QLoRA, and both adapters are merged into the dequantized first base, one after the other",
+            "the second adapter is merged into the merged model of the first stage, quantized and dequantized",
+            BITSANDBYTES,
         ),
     ),
 )
