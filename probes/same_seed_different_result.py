@@ -20,6 +20,7 @@ def fingerprint(rank: int, step: int, **items: Any) -> Iterator[str]:
     for name, tensors in items.items():
         digest = hashlib.sha256()
         for t in tensors:
+            t = getattr(t, "ds_tensor", t)
             t = (t.to_local() if hasattr(t, "to_local") else t).detach().cpu().contiguous()
             digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
         yield "fingerprint rank %d step %d %s %s" % (rank, step, name, digest.hexdigest()[:8])
