@@ -1,4 +1,4 @@
-"""A checkpointed layer runs twice; what differs between the two runs stops the backward, or spoils the gradient."""
+"""A checkpointed layer runs twice; if the second run differs, the backward fails or the gradient is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def layer_of(kind: str, fixed: bool) -> Any:
-    """A layer with one weight; `kind` is what may differ between the forward and the recomputation."""
+    """Returns a layer with one 4x4 weight; `kind` names what differs between its two runs, unless `fixed`."""
     import torch
     from torch import nn
 
@@ -20,14 +20,14 @@ def layer_of(kind: str, fixed: bool) -> Any:
             self.weight = nn.Parameter(torch.eye(4) * 0.5)
             self.past: Any = None
             self.scale: Any = None
-            self.draw = random.Random(1)  # a generator that torch does not know
+            self.draw = random.Random(1)  # torch does not restore this generator
 
         def forward(self, x: Any, factor: float = 1.0) -> Any:
             hidden = x @ self.weight
-            if kind == "cache" and not fixed:  # keys of the call before are kept, as by use_cache=True
+            if kind == "cache" and not fixed:  # the layer keeps the keys, as with use_cache=True
                 hidden = hidden if self.past is None else torch.cat([self.past, hidden])
                 self.past = hidden.detach()
-            if kind == "lazy":  # what is computed once, at the first call
+            if kind == "lazy":  # the layer computes the scale once, at the first call
                 scale = torch.exp(self.weight.sum())
                 if not fixed:
                     scale = self.scale = scale if self.scale is None else self.scale.detach()
@@ -44,7 +44,7 @@ def layer_of(kind: str, fixed: bool) -> Any:
             return torch.softmax(x @ hidden.T, -1) @ hidden
 
         def route(self) -> int:
-            """How many tokens an expert gets: another number at the second call, as where scores are nearly equal."""
+            """Returns how many tokens an expert gets; the second call differs, as with nearly equal scores."""
             self.past = 2 if self.past is None else 3
             return int(self.past)
 
@@ -52,7 +52,7 @@ def layer_of(kind: str, fixed: bool) -> Any:
 
 
 def gradient(kind: str) -> Any:
-    """What the weight's gradient is without checkpoints."""
+    """Returns the gradient of the weight without checkpointing."""
     import torch
 
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def gradient(kind: str) -> Any:
 
 
 def train(ctx: Context, *, kind: str, fixed: bool, reentrant: bool = False, check: str = "default") -> None:
-    """Forward and backward of one checkpointed layer; the gradient has to be the one without checkpoints."""
+    """Runs forward and backward of one checkpointed layer and compares its gradient with that of a plain layer."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -84,20 +84,20 @@ def train(ctx: Context, *, kind: str, fixed: bool, reentrant: bool = False, chec
         layer.weight.requires_grad_(False)
     try:
         hidden.square().sum().backward()
-    except RuntimeError as error:
+    except RuntimeError as failure:
         if check != "none":
             raise
-        raise Symptom(f"no CheckpointError, but: {error}") from error
+        raise Symptom(f"no CheckpointError, but: {failure}") from failure
     if kind in ("dropout", "router"):
         assert layer.weight.grad is not None
         return
-    off = (layer.weight.grad - gradient(kind)).abs().max().item()
-    if off > 1e-4:
-        raise Symptom(f"no error, and the gradient is off by {off:.4f} from the one without checkpoints")
+    error = (layer.weight.grad - gradient(kind)).abs().max().item()
+    if error > 1e-4:
+        raise Symptom(f"no error, and the gradient is off by {error:.4f} from the one without checkpoints")
 
 
 def unpack(ctx: Context, *, once: bool) -> None:
-    """An own autograd function reads its saved tensors."""
+    """A custom autograd function reads its saved tensors once or twice in the backward."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +123,7 @@ def unpack(ctx: Context, *, once: bool) -> None:
 
 
 def share_weight(ctx: Context, *, fixed: bool) -> None:
-    """Two selective checkpoints under autocast use one weight; its cast is cached in the forward, or not."""
+    """Two selective checkpoints share a weight under autocast, which caches its cast in the forward, unless `fixed`."""
     import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -140,7 +140,7 @@ def share_weight(ctx: Context, *, fixed: bool) -> None:
 
 
 def attend(ctx: Context, *, inside: bool) -> None:
-    """The attention kernel is chosen by a context, around the forward or inside of the layer."""
+    """sdpa_kernel selects the attention kernel around the forward of the model, or inside the layer."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.checkpoint import checkpoint
@@ -179,7 +179,11 @@ def pair(
 ) -> Experiment:
     keyword = "once" if job is unpack else "inside" if job is attend else "fixed"
     values: Dict[str, Any] = both
-    stands_for = "a kernel in front of the router that is not deterministic" if name == "router" else ""
+    stands_for = (
+        "a nondeterministic kernel before the router; the layer changes the number of tokens itself"
+        if name == "router"
+        else ""
+    )
     arm = partial(Arm, fidelity="stand-in" if stands_for else "cpu", stands_for=stands_for)
     return Experiment(
         name=name,
@@ -192,19 +196,58 @@ def pair(
 
 
 KEPT = "the layer keeps its keys, and the second run appends to them"
+NOT_KEPT = "the layer keeps no keys"
 probe = Probe(
-    experiments=(pair("cache", OTHER_SHAPE, KEPT, "it keeps none", kind="cache"),),
+    experiments=(pair("cache", OTHER_SHAPE, KEPT, NOT_KEPT, kind="cache"),),
     variants=(
-        pair("reentrant", WRONG, KEPT + "; reentrant", "it keeps none", kind="cache", reentrant=True),
-        pair("no-check", INVALID, KEPT + "; no check", "it keeps none", kind="cache", check="none"),
-        pair("lazy", OTHER_NUMBER, "the first run fills a cache", "both runs compute it", kind="lazy"),
-        pair("mode", OTHER_NUMBER, "eval() between forward and backward", "the mode stays", kind="dropout"),
-        pair("frozen", OTHER_NUMBER, "a weight is frozen before the backward", "it stays as it was", kind="frozen"),
-        pair("router", OTHER_SHAPE, "tokens are routed anew", "routed outside of the checkpoint", kind="router"),
-        pair("random", WRONG, "a draw that torch does not restore", "drawn outside of the checkpoint", kind="random"),
-        pair("preserve", WRONG, "dropout, and no random state is restored", "it is restored", kind="mask"),
-        pair("autocast", MISSING, "autocast has cached a cast", "it caches none", job=share_weight),
-        pair("backend", OTHER, "the context is around the forward", "it is in the layer", job=attend),
-        pair("unpack", TWICE, "ctx.saved_tensors is read twice", "it is read once", job=unpack),
+        pair("reentrant", WRONG, KEPT + "; the checkpoint is reentrant", NOT_KEPT, kind="cache", reentrant=True),
+        pair("no-check", INVALID, KEPT + "; the determinism check is off", NOT_KEPT, kind="cache", check="none"),
+        pair(
+            "lazy",
+            OTHER_NUMBER,
+            "the layer computes a value in the first run only",
+            "both runs compute the value",
+            kind="lazy",
+        ),
+        pair(
+            "mode", OTHER_NUMBER, "eval() runs between forward and backward", "the mode does not change", kind="dropout"
+        ),
+        pair(
+            "frozen",
+            OTHER_NUMBER,
+            "the weight is frozen between forward and backward",
+            "the weight stays trainable",
+            kind="frozen",
+        ),
+        pair(
+            "router",
+            OTHER_SHAPE,
+            "the second run routes the tokens again",
+            "the tokens are routed outside the checkpoint",
+            kind="router",
+        ),
+        pair(
+            "random",
+            WRONG,
+            "the layer draws from Python's random",
+            "the number is drawn outside the checkpoint",
+            kind="random",
+        ),
+        pair(
+            "preserve",
+            WRONG,
+            "dropout runs without the restored random state",
+            "the checkpoint restores it",
+            kind="mask",
+        ),
+        pair(
+            "autocast",
+            MISSING,
+            "autocast caches the cast of a shared weight",
+            "autocast caches no casts",
+            job=share_weight,
+        ),
+        pair("backend", OTHER, "sdpa_kernel surrounds the forward only", "sdpa_kernel is inside the layer", job=attend),
+        pair("unpack", TWICE, "the backward reads ctx.saved_tensors twice", "the backward reads it once", job=unpack),
     ),
 )

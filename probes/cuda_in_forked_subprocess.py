@@ -1,4 +1,4 @@
-"""A DataLoader worker, forked from a process that has used CUDA, moves its samples to the GPU."""
+"""A DataLoader worker moves its samples to the GPU, but its parent called CUDA before it forked the worker."""
 
 import ast
 import importlib
@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Iterator, List, Mapping, Set, Tuple
 
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, raised, unknown
@@ -30,19 +31,19 @@ class Images:
         except (RuntimeError, AssertionError) as error:
             if "forked subprocess" in str(error) or torch.cuda.is_available():
                 raise
-            return image  # not refused: CUDA was asked, and this machine has no GPU
+            return image  # torch did not refuse; it failed only because this machine has no GPU
 """
 
 
 def run(
     ctx: Context, *, worker_moves: bool = True, workers: int = 1, spawn: bool = False, library_forks: bool = False
 ) -> None:
-    """A loop over a DataLoader; the parent has called CUDA before the workers start."""
+    """Calls CUDA in the parent, then iterates over a DataLoader. `library_forks`: the loader asks for fork itself."""
     import torch
     from torch.utils.data import DataLoader
 
     (ctx.dir / "images.py").write_text(IMAGES)
-    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports the data set from there
+    sys.path.insert(0, str(ctx.dir))  # a spawned worker imports the dataset from this folder
     dataset = importlib.import_module("images").Images(worker_moves)
     device = ctx.device
     multiprocessing.set_start_method("spawn" if library_forks else "fork", force=True)
@@ -71,64 +72,73 @@ def run(
 
 
 def touch_cuda_without_a_gpu() -> None:
-    """Set the flag that a CUDA call of the parent sets in its forks; torch's own code refuses the fork.
+    """Sets the flag that a CUDA call sets in later forks; torch's own code then raises the error in the child.
 
-    A torch built with CUDA sets it even without a GPU; for other builds this probe's fork handler does.
+    A torch built with CUDA sets the flag even without a GPU; for a CPU build, the probe replaces the function that
+    reads it.
     """
     import torch
 
     torch.cuda.is_available()
-    assert not torch.cuda.is_initialized(), "CUDA was used, not only asked for"
+    assert not torch.cuda.is_initialized(), "is_available initialized CUDA"
     if not hasattr(torch._C, "_cuda_isInBadFork"):
         parent = os.getpid()
         torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent
 
 
 WORKER_SIDE = re.compile(r"__getitem__|__getitems__|__iter__|\w*collate\w*|worker_init\w*")
-HARMLESS = r"is_|manual_seed|empty_cache|device_count|memory_allocated"  # torch queues or skips them in such a child
+HARMLESS = (
+    r"is_|manual_seed|empty_cache|device_count|memory_allocated"  # torch queues or skips these calls in such a child
+)
 TO_GPU = re.compile(rf"\.cuda\(|(\.to\(|device=)[^)]*[\"']cuda|\.pin_memory\(|torch\.cuda\.(?!{HARMLESS})")
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do Dataset and collate functions of the user's own code touch the GPU, and are workers forked here?"""
+    """Do the Dataset and collate functions in the user's code use the GPU, and does the DataLoader fork its workers?"""
     code = params["code"]
     default = multiprocessing.get_all_start_methods()[0]
     if code is None or not code.exists():
-        why = "no code was given to read" if code is None else f"there is no {code}"
+        why = "no code was given" if code is None else f"{code} does not exist"
         message = f"this Python starts processes with {default} by default"
-        return unknown(why, message, advice="--set code=train.py, or a folder")
+        return unknown(why, message, advice="run --set code=train.py, or name a folder")
+    calls, methods, workers, count = read_code(code)
+    summary = f"kb read {count} files; start methods named in them: {', '.join(sorted(methods)) or 'none'}"
+    if calls and workers and ("fork" in methods or (default == "fork" and not methods)):
+        advice = "return CPU tensors from these functions, and move the batch to the GPU in the training loop"
+        return exposed(summary, *calls[:10], "num_workers is above 0, and the workers are forked", advice=advice)
+    if calls and not workers:
+        why = "the code sets no num_workers above 0: without workers nothing forks, so this error cannot occur"
+        return unknown(summary, *calls[:10], why)
+    if calls and not methods:
+        why = f"this Python starts workers with {default} by default, but a library may still fork them"
+        return unknown(summary, *calls[:10], why)
+    limits = "kb sees neither a device in a variable nor the calls of libraries"
+    return unknown(summary, *calls[:10], limits)
+
+
+def read_code(code: Path) -> Tuple[List[str], Set[str], bool, int]:
+    """Reads Python files for half a second: GPU calls, start methods, whether workers are used, and the file count."""
     end = time.monotonic() + 0.5
-    result: List[str] = []
-    chosen = set()
-    read, workers = 0, False
+    calls: List[str] = []
+    methods: Set[str] = set()
+    count, workers = 0, False
     for file in code.rglob("*.py") if code.is_dir() else [code]:
         if time.monotonic() > end:
             break
         try:
             text = file.read_text(errors="replace") if file.is_file() else ""
-            result += [f"{file}:{line}: {what}" for line, what in gpu_calls(ast.parse(text))]
-            chosen |= set(re.findall(r"[\"'](fork|spawn|forkserver)[\"']", text))
+            calls += [f"{file}:{line}: {call}" for line, call in gpu_calls(ast.parse(text))]
+            methods |= set(re.findall(r"[\"'](fork|spawn|forkserver)[\"']", text))
             workers = workers or bool(re.search(r"num_workers[\"']?\s*[=:]\s*[1-9]", text))
-            read += 1
+            count += 1
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-    seen = f"{read} files were read; start methods named in them: {', '.join(sorted(chosen)) or 'none'}"
-    if result and workers and ("fork" in chosen or (default == "fork" and not chosen)):
-        advice = "return CPU tensors there, and move the batch in the training loop"
-        return exposed(seen, *result[:10], "num_workers is above 0, and the workers are forked", advice=advice)
-    if result and not workers:
-        why = "no num_workers above 0 is written there: without workers nothing is forked, and nothing fails"
-        return unknown(seen, *result[:10], why)
-    if result and not chosen:
-        why = f"this Python does not fork workers by default but uses {default}; a library may fork them all the same"
-        return unknown(seen, *result[:10], why)
-    blind = "a device in a variable, and what libraries do, cannot be seen like this"
-    return unknown(seen, *result[:10], blind)
+    return calls, methods, workers, count
 
 
 def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
-    """Statements that name a GPU, in functions that workers run."""
-    loops: Set[ast.AST] = set()  # those of a loader, prefetcher or replay buffer run in the parent
+    """Yields the line and text of each call that names a GPU, in functions that workers run."""
+    loops: Set[ast.AST] = set()  # methods of a loader, prefetcher or replay buffer run in the parent
     for owner in ast.walk(tree):
         names = [owner.name, *map(ast.unparse, owner.bases)] if isinstance(owner, ast.ClassDef) else []
         if isinstance(owner, ast.ClassDef) and not re.search(r"data_?set", " ".join(names), re.IGNORECASE):
@@ -143,9 +153,9 @@ def gpu_calls(tree: ast.AST) -> Iterator[Tuple[int, str]]:
 
 
 MESSAGE = r"Cannot re-initialize CUDA in forked subprocess"
-IN_WORKER = "a forked worker moves each sample to the GPU, in a process whose parent has called CUDA"
-IN_LOOP = "the worker returns CPU tensors, and the training loop moves the batch"
-NO_GPU = "the CUDA call of the parent: only the flag that it sets in a fork"
+IN_WORKER = "a forked worker moves each sample to the GPU, but its parent has called CUDA"
+IN_LOOP = "the worker returns CPU tensors, and the training loop moves the batch to the GPU"
+NO_GPU = "a CUDA call of the parent; the probe only sets the flag that such a call sets in a fork"
 
 gloo = Experiment(
     name="no-gpu",
@@ -162,7 +172,7 @@ gloo = Experiment(
 
 
 def variant(name: str, control: Mapping[str, Any], treatment: Mapping[str, Any], because: str, fix: str) -> Experiment:
-    """Here the worker goes on moving its samples."""
+    """Returns a variant in which the worker moves its samples to the GPU in both arms."""
     return replace(
         gloo,
         name=name,
@@ -178,15 +188,15 @@ variants = (
         "spawn",
         {"library_forks": True},
         {"library_forks": True, "spawn": True},
-        "the start method of the process is spawn, and the loader has a context of its own that forks",
-        "the loader itself is told to spawn",
+        "the start method of the process is spawn, but the loader has its own context, which forks",
+        "the loader has a spawn context",
     ),
     variant("no-workers", {}, {"workers": 0}, IN_WORKER, "the loader has no workers"),
 )
 
 probe = Probe(
     check=check,
-    params={"code": Param("path", "your training script, or a folder of Python files, to look for such calls")},
+    params={"code": Param("path", "your training script, or a folder of Python files, for the check")},
     experiments=(gloo.on_gpus(1, name="gpu", expected_s=(10, 10)), gloo),
     variants=variants,
 )

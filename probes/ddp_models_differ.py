@@ -1,28 +1,28 @@
-"""DDP compares the models of the ranks when it is made, and finds another count or size; some it cannot see."""
+"""At its creation, DDP compares the count, sizes and strides of the parameters across ranks, but not their meaning."""
 
 from functools import partial
 from typing import Any, Callable, List, Tuple
 
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
-DATA = (["cat", "dog", "fox"], ["dog", "cat"])  # the labels that a rank has seen in its part of the data
+DATA = (["cat", "dog", "fox"], ["dog", "cat"])  # the labels in the data of each rank
 
 
 def wrap(ctx: Context, model: Any) -> Any:
-    """DDP with an option that people try first: it changes nothing here. The parameters are those of rank 0 then."""
+    """Wraps the model in DDP; find_unused_parameters does not help. Checks that all ranks have rank 0's weights."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     ddp = DistributedDataParallel(model.to(ctx.device), find_unused_parameters=True)
-    mine = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
-    theirs = mine.clone()
-    torch.distributed.broadcast(theirs, src=0)
-    assert torch.equal(mine, theirs)
+    weights = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+    rank_0_weights = weights.clone()
+    torch.distributed.broadcast(rank_0_weights, src=0)
+    assert torch.equal(weights, rank_0_weights)
     return ddp
 
 
 def build(ctx: Context, *, same: bool) -> None:
-    """A layer has a bias on one rank only, as where a setting is read on each rank for itself."""
+    """Wraps a layer that has a bias on rank 0 only, unless `same`."""
     import torch
 
     ctx.init_process_group(timeout_s=10)
@@ -31,7 +31,7 @@ def build(ctx: Context, *, same: bool) -> None:
 
 
 def agree(ctx: Context, *, from_rank_0: bool) -> None:
-    """The same, and the setting is taken from rank 0."""
+    """Wraps the same layer; each rank uses its own setting, or with `from_rank_0` the setting of rank 0."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -45,7 +45,7 @@ def agree(ctx: Context, *, from_rank_0: bool) -> None:
 
 
 def freeze(ctx: Context, *, same: bool) -> None:
-    """DDP counts the parameters that are trained."""
+    """Wraps a layer whose bias is frozen on rank 1, unless `same`: DDP counts only trained parameters."""
     import torch
 
     ctx.init_process_group(timeout_s=10)
@@ -56,7 +56,7 @@ def freeze(ctx: Context, *, same: bool) -> None:
 
 
 def lay_out(ctx: Context, *, rewritten: bool) -> None:
-    """channels_last on one rank: other strides, although a 1x1 kernel counts as contiguous in both layouts."""
+    """Wraps a 1x1 convolution that is channels_last on rank 1: its strides differ, although it counts as contiguous."""
     import torch
 
     ctx.init_process_group(timeout_s=10)
@@ -74,7 +74,7 @@ def lay_out(ctx: Context, *, rewritten: bool) -> None:
 
 
 def name_labels(ctx: Context, *, gathered: bool) -> List[str]:
-    """The labels of this rank's data, or those of all ranks."""
+    """Returns the labels in this rank's data, or with `gathered` those in the data of all ranks, sorted."""
     dist = ctx.init_process_group(timeout_s=10)
     names = labels = DATA[ctx.rank]
     found: Any
@@ -87,7 +87,7 @@ def name_labels(ctx: Context, *, gathered: bool) -> List[str]:
 
 
 def classify(ctx: Context, *, gathered: bool) -> None:
-    """One output for each label."""
+    """Wraps a layer with one output for each label."""
     import torch
 
     names = name_labels(ctx, gathered=gathered)
@@ -96,11 +96,11 @@ def classify(ctx: Context, *, gathered: bool) -> None:
 
 
 def number(ctx: Context, *, in_order: bool) -> None:
-    """As many labels on each rank, in another order: DDP cannot see it. `set` has another order in each process."""
+    """Numbers the same labels on each rank, in the order of a set or sorted; DDP does not notice a different order."""
     import torch
 
     ctx.init_process_group(timeout_s=10)
-    labels = ["cat", "dog", "fox"] if ctx.rank == 0 else ["fox", "cat", "dog"]  # list(set(...)) of two processes
+    labels = ["cat", "dog", "fox"] if ctx.rank == 0 else ["fox", "cat", "dog"]  # as list(set(...)) of two processes
     ctx.reached()
     names = sorted(labels) if in_order else labels
     wrap(ctx, torch.nn.Linear(5, len(names)))
@@ -109,7 +109,7 @@ def number(ctx: Context, *, in_order: bool) -> None:
 
 
 def report(ctx: Context, *, in_step: bool) -> None:
-    """Rank 1 gathers a number of its own in front of DDP, rank 0 does not: what DDP reads there is that number."""
+    """Rank 1 makes one more all-gather than rank 0, unless `in_step`; DDP on rank 0 takes its number for a count."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=10)
@@ -141,17 +141,49 @@ def pair(name: str, job: Callable[..., Any], keyword: str, expect: Expect, becau
     )
 
 
-structure = pair("structure", build, "same", COUNT, ("a bias on rank 0 only", "a bias on both"))
+structure = pair(
+    "structure", build, "same", COUNT, ("the layer has a bias on rank 0 only", "the layer has a bias on both ranks")
+)
 probe = Probe(
     experiments=(structure,),
     variants=(
-        pair("config", agree, "from_rank_0", COUNT, ("each rank reads its own setting", "all have that of rank 0")),
-        pair("frozen", freeze, "same", COUNT, ("a parameter is frozen on rank 1 only", "it is trained on both")),
-        pair("labels", classify, "gathered", SIZES, ("each rank counts the labels of its data", "of all data")),
-        pair("order", number, "in_order", SILENT, ("labels in the order of a set", "labels in order")),
         pair(
-            "strides", lay_out, "rewritten", STRIDES, ("channels_last on rank 1 only", "weights copied in one layout")
+            "config",
+            agree,
+            "from_rank_0",
+            COUNT,
+            ("each rank reads its own setting", "all ranks use the setting of rank 0"),
         ),
-        pair("other-call", report, "in_step", GARBAGE, ("rank 1 makes another call first", "both ranks make it")),
+        pair(
+            "frozen", freeze, "same", COUNT, ("a parameter is frozen on rank 1 only", "both ranks train the parameter")
+        ),
+        pair(
+            "labels",
+            classify,
+            "gathered",
+            SIZES,
+            ("each rank counts the labels in its own data", "each rank counts the labels in all data"),
+        ),
+        pair(
+            "order",
+            number,
+            "in_order",
+            SILENT,
+            ("each rank numbers labels in the order of a set", "each rank sorts the labels"),
+        ),
+        pair(
+            "strides",
+            lay_out,
+            "rewritten",
+            STRIDES,
+            ("the model is channels_last on rank 1 only", "all ranks copy the weights to one layout"),
+        ),
+        pair(
+            "other-call",
+            report,
+            "in_step",
+            GARBAGE,
+            ("rank 1 makes an extra all-gather before DDP", "both ranks make the extra all-gather"),
+        ),
     ),
 )

@@ -1,7 +1,7 @@
-"""Engine and trainer share a card: the engine maps its share again while the trainer's pool still has the memory.
+"""Engine and trainer share a GPU: the engine wakes and needs the memory that the trainer's pool still holds.
 
-Without a GPU an address space limit is the card, a list of freed blocks is torch's pool, and `mmap` is the call by
-which the engine takes memory past that pool. An engine itself is not started.
+Without a GPU, a limit of the address space stands for the GPU, a list of freed blocks for torch's pool, and `mmap` for
+the driver call with which the engine allocates outside the pool. The probe does not start an engine.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kb.probe import (
 )
 
 MIB = 1 << 20
-CARD = 240  # MiB that the process may still take
+CARD = 240  # MiB that the process may still allocate
 BLOCK = 16  # MiB
-STEP, STATES, GATHERED = 9, 7, 6  # blocks: what a step takes, of it weights and states; what a transfer takes
-WEIGHTS, KV_CACHE, SMALL_KV_CACHE = 64, 96, 8  # MiB of the engine
+STEP, STATES, GATHERED = 9, 7, 6  # blocks: a training step, the weights and states in it, a transfer
+WEIGHTS, KV_CACHE, SMALL_KV_CACHE = 64, 96, 8  # MiB, of the engine
 GPU_POOL, GPU_SPARE = 512 * MIB, 256 * MIB
 
 
 class Pool:
-    """The trainer's memory: what is freed stays here for the next request, as in torch's caching allocator."""
+    """The trainer's memory pool: it keeps freed blocks for the next request, like torch's caching allocator."""
 
     def __init__(self) -> None:
         self.unused: List[mmap.mmap] = []
@@ -52,11 +52,11 @@ class Pool:
         blocks.clear()
 
     def empty_cache(self) -> None:
-        self.unused.clear()  # the kernel has them back
+        self.unused.clear()  # this unmaps the blocks
 
 
 class Engine:
-    """An engine that sleeps: it knows the sizes of its parts and maps them again when it wakes."""
+    """A sleeping engine: it knows the sizes of its parts and maps them again when it wakes."""
 
     def __init__(self, kv_cache: int = KV_CACHE) -> None:
         self.parts = {"weights": WEIGHTS, "kv_cache": kv_cache}
@@ -71,7 +71,7 @@ class Engine:
 
 
 def share_card(kv_cache: int = KV_CACHE) -> Tuple[Pool, Engine]:
-    """From here on the process may take `CARD` more."""
+    """Limits the process to `CARD` MiB more than it has; returns the trainer's pool and the engine."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + CARD * MIB
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -79,7 +79,7 @@ def share_card(kv_cache: int = KV_CACHE) -> Tuple[Pool, Engine]:
 
 
 def wake(ctx: Context, *, empties: bool = False, kv_cache: int = KV_CACHE) -> None:
-    """A training step has ended and freed its tensors; the engine wakes for the next rollout."""
+    """Wakes the engine after a training step has freed its tensors; `empties` empties the pool first."""
     if ctx.backend == "nccl":
         wake_on_gpu(ctx, empties=empties)
         return
@@ -93,7 +93,7 @@ def wake(ctx: Context, *, empties: bool = False, kv_cache: int = KV_CACHE) -> No
 
 
 def wake_beside_states(ctx: Context, *, offloads: bool) -> None:
-    """The pool is emptied in both arms; the trainer's weights and optimizer states stay in use, or are offloaded."""
+    """Wakes the engine after the pool was emptied; the trainer's states stay in use, unless it `offloads` them."""
     pool, llm = share_card()
     states = pool.take(STATES)
     pool.free(pool.take(STEP - STATES))
@@ -106,7 +106,10 @@ def wake_beside_states(ctx: Context, *, offloads: bool) -> None:
 
 
 def wake_in_parts(ctx: Context, *, parts: bool = True, empties: bool = True) -> None:
-    """The engine gets new weights, for which the trainer gathers its parameters once more."""
+    """Wakes the engine and sends it new weights, for which the trainer gathers its parameters.
+
+    With `parts` the KV cache wakes after the transfer; with `empties` the pool is emptied before that.
+    """
     pool, llm = share_card()
 
     def send_weights(llm: Engine) -> None:
@@ -128,10 +131,10 @@ def wake_in_parts(ctx: Context, *, parts: bool = True, empties: bool = True) -> 
 
 
 def wake_on_gpu(ctx: Context, *, empties: bool) -> None:
-    """The same with torch's pool on a GPU; the engine is what it would ask the driver for."""
+    """Does the same with torch's pool on a GPU; instead of an engine, it compares the share with the free memory."""
     import torch
 
-    torch.ones(1, device=ctx.device)  # the context and the first segment are there
+    torch.ones(1, device=ctx.device)  # this creates the context and the first segment
     share = int(torch.cuda.mem_get_info()[0]) - GPU_SPARE
     torch.empty(GPU_POOL, dtype=torch.uint8, device=ctx.device)
     ctx.reached()
@@ -150,12 +153,12 @@ UNNAMED = "lines that name no process"
 
 
 def read_sleeps(log: Path) -> Dict[str, List[Tuple[float, float]]]:
-    """What was freed and what stayed in use, sleep by sleep, for each process. Raises OSError."""
+    """Returns (GiB freed, GiB still in use) of each sleep, by process. Raises OSError if `log` cannot be read."""
     sleeps: Dict[str, List[Tuple[float, float]]] = {}
     if not log.is_file():
         raise OSError(f"{log} is no regular file")
     with open(log, encoding="utf-8", errors="replace") as file:
-        for line in islice(iter(lambda: file.readline(10_000), ""), 300_000):  # within a second
+        for line in islice(iter(lambda: file.readline(10_000), ""), 300_000):  # this many take a second
             if found := SLEEP.search(line):
                 process = PROCESS.search(line)
                 name = process.group() if process else UNNAMED
@@ -164,9 +167,9 @@ def read_sleeps(log: Path) -> Dict[str, List[Tuple[float, float]]]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Read in a log what vLLM says at each sleep: nothing freed, or more in use from step to step."""
+    """Do the lines that vLLM logs at each sleep show that it freed nothing, or that memory in use grows?"""
     if params["log"] is None:
-        return unknown("no log was given to read", advice="--set log=train.log, a log with vLLM's lines at INFO")
+        return unknown("no log was given", advice="run --set log=train.log, with a log that has vLLM's INFO lines")
     try:
         sleeps = read_sleeps(params["log"])
     except OSError as error:
@@ -177,19 +180,22 @@ def check(params: Mapping[str, Any]) -> Finding:
         freed, left = pairs[-1]
         known = evidence if name != UNNAMED or all(pair[0] < 0.01 for pair in pairs) else uncertain
         if freed < 0.01 and len(pairs) > 1 and left > params["growth_gib"]:
-            known.append(f"{name}: the last sleep freed nothing, {left} GiB of the card are in use")
+            known.append(f"{name}: the last sleep freed nothing, and {left} GiB of the GPU are in use")
         known = evidence if name != UNNAMED else uncertain
         if len(pairs) > 2 and left - pairs[1][1] > params["growth_gib"]:
-            known.append(f"{name}: {pairs[1][1]} GiB in use after its second sleep, {left} after its last")
+            known.append(f"{name}: {pairs[1][1]} GiB were in use after its second sleep, {left} after its last")
     if evidence:
-        return exposed(*evidence, advice="log torch.cuda.memory_reserved() of the trainer beside it: whose is it?")
+        return exposed(
+            *evidence,
+            advice="log torch.cuda.memory_reserved() in the trainer as well, to see which process holds the memory",
+        )
     if uncertain:
-        return unknown(*uncertain, "these may be several processes, each with a card of its own")
+        return unknown(*uncertain, "these lines may come from several processes, each with its own GPU")
     count = sum(map(len, sleeps.values()))
-    return unknown(f"{count} sleeps in the log, none frees nothing and none leaves more than the second did")
+    return unknown(f"the log has {count} sleeps: all freed memory, and memory in use did not grow after the second")
 
 
-STANDS_FOR = "the card: an address space limit; torch's pool: a list of freed blocks; the engine's cuMemCreate: mmap"
+STANDS_FOR = "a GPU (a limit of the address space), torch's pool (a list of blocks), cuMemCreate of the engine (mmap)"
 PATTERN = r"the engine cannot map its (weights|kv_cache|share) again, \d+ MiB"
 
 
@@ -205,32 +211,43 @@ def shared(
     )
 
 
-because = ("the trainer's pool keeps what the step has freed", "the pool is emptied before the engine wakes")
+because = (
+    "the trainer's pool keeps the memory that the step freed",
+    "the trainer empties the pool before the engine wakes",
+)
 pool = shared("pool", wake, partial(wake, empties=True), because)
 
 probe = Probe(
     check=check,
     params={
-        "log": Param("path", "a log of the run, with the lines that vLLM prints when it sleeps"),
-        "growth_gib": Param("float", "so much more in use after a sleep than after the second is growth", 2.0),
+        "log": Param("path", "a log of the run with the lines that vLLM prints when it sleeps, for the check"),
+        "growth_gib": Param("float", "how many GiB more than after the second sleep count as growth", 2.0),
     },
     experiments=(pool.on_gpus(gpus=1, name="gpu", needs=Needs(gpus=1)), pool),
     variants=(
-        shared("share", wake, partial(wake, kv_cache=SMALL_KV_CACHE), ("a KV cache of 96 MiB", "one of 8 MiB")),
+        shared(
+            "share",
+            wake,
+            partial(wake, kv_cache=SMALL_KV_CACHE),
+            ("the engine needs a KV cache of 96 MiB", "the engine needs a KV cache of 8 MiB"),
+        ),
         shared(
             "live",
             partial(wake_beside_states, offloads=False),
             partial(wake_beside_states, offloads=True),
-            ("the pool is emptied, and what the trainer uses stays", "the trainer's states leave the card first"),
+            ("the trainer empties the pool, but keeps its states", "the trainer offloads its states first"),
         ),
         shared(
-            "parts", partial(wake_in_parts, parts=False), wake_in_parts, ("all wakes before the end", "KV cache last")
+            "parts",
+            partial(wake_in_parts, parts=False),
+            wake_in_parts,
+            ("the KV cache wakes before the transfer ends", "the KV cache wakes last"),
         ),
         shared(
             "second-wake",
             partial(wake_in_parts, empties=False),
             wake_in_parts,
-            ("the freed parameters are in the pool when the KV cache wakes", "the pool is emptied once more"),
+            ("the pool holds the freed parameters when the KV cache wakes", "the trainer empties the pool again"),
         ),
     ),
 )

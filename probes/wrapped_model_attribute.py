@@ -1,4 +1,4 @@
-"""DDP has the parameters of a model, not its attributes; what reaches around DDP in training is not averaged."""
+"""DDP does not forward attributes of its model, and does not average gradients of a loss that bypasses its forward."""
 
 from functools import partial
 from typing import Any, Callable
@@ -7,7 +7,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def build(ctx: Context) -> Any:
-    """A model with an attribute, a setting and a method beside forward; the weight is 1 on every rank."""
+    """Returns a model with a config, a setting and a loss method; its weight is 1 on every rank."""
     import torch
 
     class Net(torch.nn.Module):  # type: ignore[misc]
@@ -28,7 +28,7 @@ def build(ctx: Context) -> Any:
 
 
 def read(ctx: Context, *, unwrapped: bool, wrapped: bool) -> None:
-    """The attribute of a model that is wrapped, or, with one process, is not."""
+    """Reads an attribute of the model, which DDP wraps only if `wrapped`; `unwrapped` reads it from the inner model."""
     from torch.nn.parallel import DistributedDataParallel
 
     model = build(ctx)
@@ -44,8 +44,7 @@ def read(ctx: Context, *, unwrapped: bool, wrapped: bool) -> None:
 
 
 def read_prepared(ctx: Context, *, unwrapped: bool) -> None:
-    """The same behind accelerate's prepare."""
-
+    """Reads the attribute after accelerate's prepare_model."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     ctx.init_process_group(timeout_s=10)
@@ -60,7 +59,7 @@ def read_prepared(ctx: Context, *, unwrapped: bool) -> None:
 
 
 def change(ctx: Context, *, unwrapped: bool) -> None:
-    """A setting that the model reads in its forward."""
+    """Writes a setting to the wrapper, or with `unwrapped` to the inner model."""
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init_process_group(timeout_s=10)
@@ -74,7 +73,7 @@ def change(ctx: Context, *, unwrapped: bool) -> None:
 
 
 def train(ctx: Context, *, way: str) -> None:
-    """One backward with the input 1 on rank 0 and 2 on rank 1: the mean of the gradients is 1.5."""
+    """Runs one backward with input 1 on rank 0 and 2 on rank 1, so the averaged gradient is 1.5."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +111,7 @@ def train(ctx: Context, *, way: str) -> None:
 
 
 def extend(ctx: Context, *, before: bool) -> None:
-    """A model gets another layer, before it is wrapped or through the wrapper; the same inputs as above."""
+    """Adds a layer to the model before or after DDP wraps it, then runs a backward with the inputs of `train`."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -133,6 +132,7 @@ def extend(ctx: Context, *, before: bool) -> None:
 
 
 def compare(ctx: Context, gradient: float) -> None:
+    """Raises Symptom if the gradient is not the mean of both ranks."""
     if abs(gradient - 1.5) > 1e-6:
         raise Symptom("gradient %.1f on rank %d, the mean of the ranks is 1.5" % (gradient, ctx.rank))
 
@@ -159,8 +159,8 @@ wrapper = pair(
     partial(read, unwrapped=False, wrapped=True),
     partial(read, unwrapped=True, wrapped=True),
     MISSING,
-    "an attribute of the model is asked of DDP",
-    "it is asked of the module inside",
+    "the script reads an attribute of the model from DDP",
+    "the script reads it from the inner model",
 )
 
 probe = Probe(
@@ -171,31 +171,31 @@ probe = Probe(
             partial(read, unwrapped=False, wrapped=False),
             partial(read, unwrapped=True, wrapped=False),
             raised(r"'Net' object has no attribute 'module'"),
-            "one process, and the model was not wrapped",
-            "the module inside is asked for only where there is a wrapper",
+            "the script runs as one process, without DDP, and uses .module",
+            "the script uses .module only if there is a wrapper",
         ),
         pair(
             "accelerate",
             partial(read_prepared, unwrapped=False),
             partial(read_prepared, unwrapped=True),
             MISSING,
-            "an attribute of the model is asked of what prepare returned",
-            "unwrap_model gives the model",
+            "the script reads an attribute of the model from the wrapper that accelerate returned",
+            "the script reads it from unwrap_model(model)",
         ),
         pair(
             "setting",
             partial(change, unwrapped=False),
             partial(change, unwrapped=True),
             symptom(r"caching = False was set on the wrapper, the model still has True"),
-            "a setting is written to DDP, which takes it silently",
-            "it is written to the module inside",
+            "the script writes a setting to DDP, which accepts it without an error",
+            "the script writes it to the inner model",
         ),
         pair(
             "training-method",
             partial(train, way="module"),
             partial(train, way="wrapped loss"),
             APART,
-            "the loss comes from a method of the module inside",
+            "the loss comes from a method of the inner model",
             "DDP wraps a module whose forward calls that method",
         ),
         pair(
@@ -203,7 +203,7 @@ probe = Probe(
             partial(train, way="forwarding"),
             partial(train, way="wrapped loss"),
             APART,
-            "a subclass of DDP hands every unknown attribute to the module, also the method that gives the loss",
+            "a subclass of DDP forwards unknown attributes to the model, including the method that computes the loss",
             "DDP wraps a module whose forward calls that method",
         ),
         pair(
@@ -211,16 +211,16 @@ probe = Probe(
             partial(train, way="module"),
             partial(train, way="beside"),
             APART,
-            "the loss comes from a method of the module inside",
-            "the same backward has a forward of DDP as well, which prepares the averaging",
+            "the loss comes from a method of the inner model",
+            "the loss also includes a forward of DDP, which prepares the averaging",
         ),
         pair(
             "added-layer",
             partial(extend, before=False),
             partial(extend, before=True),
             APART,
-            "the module inside gets a layer after the wrapping, of which DDP does not know",
-            "it gets the layer before",
+            "the inner model gets a layer after DDP wrapped it, and DDP does not know that layer",
+            "the model gets the layer before DDP wraps it",
         ),
     ),
 )
