@@ -103,17 +103,25 @@ def upload(way: str) -> None:
 
 
 def evaluate_aside(way: str) -> None:
-    """A script: a child process evaluates checkpoints until it is told to stop; or it is stuck in one."""
-    jobs = mp.Queue()
+    """A script: a child process evaluates checkpoints until it is told to stop; or it is stuck in one.
+
+    A daemonic child ends by SIGTERM, unless it has inherited the script's handler and keeps it.
+    """
+    jobs, daemonic = mp.Queue(), way.startswith("SIGTERM")
+    if daemonic:
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
     def evaluate() -> None:
+        if way == "SIGTERM reset":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         while (job := jobs.get()) is not None:
             time.sleep(job)
 
-    workers = [mp.Process(target=evaluate) for _ in range(1 if "stuck" in way else 2)]
+    workers = [mp.Process(target=evaluate, daemon=daemonic) for _ in range(1 if "stuck" in way else 2)]
     for worker in workers:
         worker.start()
     jobs.put(600 if "stuck" in way else 0)
+    time.sleep(0.5 if daemonic else 0)  # the children are in their loop
     if "stuck" in way:
         jobs.put(b"x" * (1 << 20))  # more than the pipe holds
     if "told" in way:
@@ -238,6 +246,7 @@ POOL = "_python_exit (thread.py), send (train.py)"
 CHILD = "join (process.py), _exit_function (util.py)"
 QUEUE = "_finalize_join (queues.py), _exit_function (util.py)"
 LATE = "join (process.py), report (train.py)"
+INHERITED = "the daemonic child has inherited a handler of SIGTERM"
 STOPPED = "the thread is told to stop when training ends, and is joined"
 
 gloo = pair("gloo", train, "forgotten / stopped", THREAD, "nobody stops the thread of rank 0", STOPPED, 2)
@@ -248,6 +257,7 @@ variants: List[Experiment] = [
     pair("pool", upload, "pool / daemon", POOL, "Python joins the pool before atexit", "a daemon thread does it"),
     pair("child", evaluate_aside, "waits / told", CHILD, "the child waits for its next job", "it is told to end"),
     pair("stuck-child", evaluate_aside, "stuck / stuck told", CHILD, "the child is in a long job", "it is killed"),
+    pair("handler", evaluate_aside, "SIGTERM kept / SIGTERM reset", CHILD, INHERITED, "it has the default again"),
     pair("queue", report, "unread / cancelled", QUEUE, "nobody reads, and the pipe is full", "what is left is dropped"),
     pair("late", report, "late / read", LATE, "the parent joins the child first, then reads", "it reads, then joins"),
     pair("torchrun", train, "forgotten / hard", "torchrun", "torchrun waits for rank 0", "os._exit", launcher=True),
