@@ -1,4 +1,4 @@
-"""A distributed checkpoint has no key that the loading job asks for, or the loading job does not ask for the state."""
+"""A distributed checkpoint lacks a key that the resuming job requests, or that job does not request the state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def start(*, trained: bool = False, extra: bool = False) -> Any:
-    """A model and its optimizer, with or without a step; an extra layer takes no part in the forward."""
+    """Returns a model and its optimizer, after one step if `trained`; an `extra` layer is not used in the forward."""
     import torch
 
     torch.manual_seed(7)
@@ -27,6 +27,7 @@ def start(*, trained: bool = False, extra: bool = False) -> Any:
 
 
 def states(model: Any, optimizer: Any, *, named: bool) -> Any:
+    """Returns the state to save, with the names of get_state_dict, or with the numbers of the optimizer."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     if named:
@@ -38,6 +39,7 @@ def states(model: Any, optimizer: Any, *, named: bool) -> Any:
 
 
 def put(model: Any, optimizer: Any, state: Any, *, named: bool) -> None:
+    """Sets the state that was loaded, the counterpart of `states`."""
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
     if named:
@@ -49,7 +51,7 @@ def put(model: Any, optimizer: Any, state: Any, *, named: bool) -> None:
 
 @contextmanager
 def checkpoint(ctx: Context, *, named: bool = True, extra: bool = False) -> Iterator[Any]:
-    """A saved checkpoint: torch.distributed.checkpoint and the path of the folder."""
+    """Saves a checkpoint; yields torch.distributed.checkpoint and the path of the folder."""
     import torch.distributed.checkpoint as dcp
 
     ctx.init_process_group(timeout_s=30)
@@ -60,14 +62,14 @@ def checkpoint(ctx: Context, *, named: bool = True, extra: bool = False) -> Iter
 
 
 def check_moments(optimizer: Any, expected: int) -> None:
-    """So many parameters have moments that a gradient made: zeros come from nowhere."""
-    found = sum(1 for state in optimizer.state.values() if state["exp_avg"].abs().sum() > 0)
-    if found != expected:
-        raise Symptom("loaded without an error, and %d of %d parameters have their moments" % (found, expected))
+    """Raises Symptom unless so many parameters have moments other than zero, which only a gradient makes."""
+    count = sum(1 for state in optimizer.state.values() if state["exp_avg"].abs().sum() > 0)
+    if count != expected:
+        raise Symptom("loaded without an error, and %d of %d parameters have their moments" % (count, expected))
 
 
 def resume(ctx: Context, *, named: bool, trained: bool) -> None:
-    """A checkpoint with names; the resuming job uses names too, or the numbers of the optimizer."""
+    """Resumes from a checkpoint with names, using names too or the numbers of the optimizer."""
     with checkpoint(ctx) as (dcp, path):
         model, optimizer = start(trained=trained)
         state = states(model, optimizer, named=named)
@@ -77,7 +79,7 @@ def resume(ctx: Context, *, named: bool, trained: bool) -> None:
 
 
 def resume_fresh(ctx: Context, *, named: bool) -> None:
-    """Saved and loaded in the same way; an optimizer before its first step has no state to load into."""
+    """Saves and loads in the same way; an optimizer before its first step has no state to request."""
     with checkpoint(ctx, named=named) as (dcp, path):
         model, optimizer = start()
         state = states(model, optimizer, named=named)
@@ -87,7 +89,7 @@ def resume_fresh(ctx: Context, *, named: bool) -> None:
 
 
 def resume_raw(ctx: Context, *, raw: bool) -> None:
-    """A checkpoint with numbers, which somebody has already."""
+    """Resumes from an existing checkpoint that has numbers."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     with checkpoint(ctx, named=False) as (dcp, path):
@@ -104,7 +106,7 @@ def resume_raw(ctx: Context, *, raw: bool) -> None:
 
 
 def resume_with_gradients(ctx: Context, *, cleared: bool) -> None:
-    """A backward before the load, as a check of the memory or of the shapes has it."""
+    """Resumes after a backward, as a job does that tests memory or shapes first."""
     import torch
 
     with checkpoint(ctx) as (dcp, path):
@@ -119,6 +121,7 @@ def resume_with_gradients(ctx: Context, *, cleared: bool) -> None:
 
 
 def missing_keys(state: Any, dcp: Any, path: str) -> Any:
+    """Returns the keys of `state` that the checkpoint lacks."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -127,7 +130,7 @@ def missing_keys(state: Any, dcp: Any, path: str) -> Any:
 
 
 def resume_unused(ctx: Context, *, partial_load: bool) -> None:
-    """A layer got no gradient before the save, so its state is not in the checkpoint."""
+    """Resumes with a layer that had no gradient before the save, so the checkpoint lacks its state."""
     with checkpoint(ctx, extra=True) as (dcp, path):
         model, optimizer = start(extra=True)
         state = states(model, optimizer, named=True)
@@ -142,7 +145,7 @@ def resume_unused(ctx: Context, *, partial_load: bool) -> None:
 
 
 def resume_older(ctx: Context, *, partial_load: bool) -> None:
-    """A checkpoint without an option that AdamW has by now."""
+    """Resumes from a checkpoint without an option that AdamW has since."""
     import torch.distributed.checkpoint as dcp
 
     ctx.init_process_group(timeout_s=30)
@@ -161,7 +164,7 @@ def resume_older(ctx: Context, *, partial_load: bool) -> None:
 
 
 def resume_with_scheduler(ctx: Context, *, partial_load: bool) -> None:
-    """A scheduler, made before this load and not before the save, adds an option to each group."""
+    """Resumes after a scheduler added an option to each group, which the save did not have."""
     import torch
 
     with checkpoint(ctx) as (dcp, path):
@@ -175,7 +178,7 @@ def resume_with_scheduler(ctx: Context, *, partial_load: bool) -> None:
 
 
 def resume_objects(ctx: Context, *, named: bool) -> None:
-    """The dict has the model and the optimizer themselves; dcp.load asks them for their state."""
+    """Passes the model and the optimizer themselves to dcp.load, which calls their state_dict."""
     with checkpoint(ctx, named=named) as (dcp, path):
         model, optimizer = start()
         state = states(model, optimizer, named=True) if named else {"model": model, "optimizer": optimizer}
@@ -187,7 +190,7 @@ def resume_objects(ctx: Context, *, named: bool) -> None:
 
 
 def resume_layout(ctx: Context, *, same: bool) -> None:
-    """The checkpoint is nested; the resuming job flattens the state of the optimizer, or does not."""
+    """Resumes from a nested checkpoint with a flattened optimizer state, unless `same`."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
     with checkpoint(ctx) as (dcp, path):
@@ -203,7 +206,7 @@ def resume_layout(ctx: Context, *, same: bool) -> None:
 
 
 def set_full_state(ctx: Context, *, lenient: bool) -> None:
-    """A full state dict without the state of a layer that had no gradient."""
+    """Sets a full state dict that lacks the state of a layer without a gradient."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_optimizer_state_dict,
@@ -218,7 +221,7 @@ def set_full_state(ctx: Context, *, lenient: bool) -> None:
 
 
 def resume_other_name(ctx: Context, *, same_name: bool) -> None:
-    """allow_partial_load against a name that is wrong for everything: nothing is read, and nothing is said."""
+    """Resumes with allow_partial_load and a wrong outer name: dcp.load reads nothing and raises nothing."""
     with checkpoint(ctx) as (dcp, path):
         model, optimizer = start()
         state = states(model, optimizer, named=True)
@@ -229,7 +232,7 @@ def resume_other_name(ctx: Context, *, same_name: bool) -> None:
 
 
 def resume_compiled(ctx: Context, *, named: bool) -> None:
-    """The model is compiled in the job that resumes; the state dict of the wrapper has other names."""
+    """Resumes with a compiled model, whose wrapper has other names in its state dict."""
     import torch
 
     with checkpoint(ctx) as (dcp, path):
@@ -246,7 +249,7 @@ def resume_compiled(ctx: Context, *, named: bool) -> None:
 def pair(
     name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, keyword: str, torch: str = ">=2.4"
 ) -> Experiment:
-    """`keyword` is off in the control arm and on in the treatment."""
+    """Returns an experiment; `keyword` is False in the control arm and True in the treatment arm."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **{keyword: False}), expect, because, "cpu"),
@@ -258,39 +261,85 @@ def pair(
 
 MISSING = r"Missing key in checkpoint state_dict: "
 EMPTY = symptom(r"loaded without an error, and 0 of 2 parameters have their moments")
-NAMES = "get_state_dict brings both to the names of the parameters"
+NAMES = "both sides use get_state_dict, which names the parameters"
+PARTIAL = "allow_partial_load skips the missing keys"
 numbers = pair(
     "names",
     partial(resume, trained=True),
     raised(MISSING + r"optimizer\.state\.0\.step"),
-    "the optimizer's own state dict has numbers",
+    "the resuming job uses optimizer.state_dict(), which numbers the parameters",
     NAMES,
     "named",
 )
 probe = Probe(
     experiments=(numbers,),
     variants=(
-        pair("empty", resume_fresh, EMPTY, "an optimizer without state asks for none", NAMES, "named"),
-        pair("fresh", partial(resume, trained=False), EMPTY, "numbers, and no state", NAMES, "named"),
-        pair("raw", resume_raw, raised(MISSING), "the checkpoint has numbers", "numbers, into a state of zeros", "raw"),
-        pair("gradients", resume_with_gradients, EMPTY, "gradients are there", "they are cleared", "cleared", ">=2.7"),
-        pair("unused", resume_unused, raised(MISSING), "a layer had no gradient", "that is allowed", "partial_load"),
+        pair("empty", resume_fresh, EMPTY, "the new optimizer has no state, so it requests none", NAMES, "named"),
         pair(
-            "older", resume_older, raised(MISSING), "an option is missing", "that is allowed", "partial_load", ">=2.7"
+            "fresh",
+            partial(resume, trained=False),
+            EMPTY,
+            "optimizer.state_dict() has numbers and no state",
+            NAMES,
+            "named",
         ),
-        pair("scheduler", resume_with_scheduler, raised(MISSING), "initial_lr", "that is allowed", "partial_load"),
-        pair("objects", resume_objects, EMPTY, "an optimizer asks for nothing before its first step", NAMES, "named"),
-        pair("layout", resume_layout, raised(MISSING), "one side is flattened", "both are nested", "same"),
+        pair(
+            "raw",
+            resume_raw,
+            raised(MISSING),
+            "the checkpoint has numbers, the resuming job names",
+            "the job loads numbers into a state of zeros",
+            "raw",
+        ),
+        pair(
+            "gradients",
+            resume_with_gradients,
+            EMPTY,
+            "gradients exist before the load",
+            "the gradients are cleared",
+            "cleared",
+            ">=2.7",
+        ),
+        pair("unused", resume_unused, raised(MISSING), "a layer had no gradient", PARTIAL, "partial_load"),
+        pair(
+            "older", resume_older, raised(MISSING), "the checkpoint lacks an option", PARTIAL, "partial_load", ">=2.7"
+        ),
+        pair(
+            "scheduler", resume_with_scheduler, raised(MISSING), "a scheduler adds initial_lr", PARTIAL, "partial_load"
+        ),
+        pair("objects", resume_objects, EMPTY, "the optimizer requests nothing before its first step", NAMES, "named"),
+        pair(
+            "layout",
+            resume_layout,
+            raised(MISSING),
+            "the resuming job flattens the state",
+            "both sides are nested",
+            "same",
+        ),
         pair(
             "missing-state",
             set_full_state,
             raised(r"Missing optimizer state for parameter"),
             "a layer had no gradient",
-            "that is allowed",
+            "strict=False allows a missing state",
             "lenient",
             ">=2.13",
         ),
-        pair("other-name", resume_other_name, EMPTY, "another name, and allowed", "the same name", "same_name"),
-        pair("compiled", resume_compiled, raised(MISSING), "the names of the wrapper", NAMES, "named"),
+        pair(
+            "other-name",
+            resume_other_name,
+            EMPTY,
+            "the outer name is wrong, and allow_partial_load hides it",
+            "the outer names agree",
+            "same_name",
+        ),
+        pair(
+            "compiled",
+            resume_compiled,
+            raised(MISSING),
+            "the compiled model has the names of its wrapper",
+            NAMES,
+            "named",
+        ),
     ),
 )

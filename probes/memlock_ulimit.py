@@ -1,4 +1,4 @@
-"""Pinning memory under the limits on locked memory of a container or a batch job, and under a larger one."""
+"""A process pins memory under the limit on locked memory of a container or a batch job, or under a larger limit."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from kb.probe import (
 
 KIB = 1024
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
-FIRST_USER_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; its map of ids may be that of a later one
-DROP_FROM_BOUNDING_SET = 24  # of prctl(2): else root has it again in the next program
+FIRST_USER_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; its map of ids does not identify it
+DROP_FROM_BOUNDING_SET = 24  # of prctl(2); without it, root has the capability again after exec
 TOO_LITTLE, BUFFER, ENOUGH = 64 * KIB, 1024 * KIB, 4096 * KIB
 PIN = '"$1" -I -S -c "$2" "$3"'
 MLOCK = """import ctypes, mmap, sys
@@ -42,11 +42,11 @@ print(ctypes.get_errno() if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t
 
 
 def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> None:
-    """Pin one buffer as a process with this `ulimit -l`, and without the privilege to ignore it."""
+    """Pins one buffer under a small `ulimit -l`, or with `enough` under a larger one, without CAP_IPC_LOCK."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     room_kib = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard // KIB)
     if room_kib < 64:
-        raise Unavailable(f"the hard limit on locked memory is {room_kib} KiB here: too little to show the difference")
+        raise Unavailable(f"the hard limit on locked memory is {room_kib} KiB here, too little to show the difference")
     buffer_kib = min(1024, room_kib // 4)
     limit_kib = room_kib if enough else buffer_kib // 16
     give_up_privilege()
@@ -58,26 +58,26 @@ def register(ctx: Context, *, enough: bool, pin: Callable[[int, int], None]) -> 
     try:
         pin(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), buffer_kib * KIB)
     except OSError as error:
-        what = f"cannot pin {buffer_kib} KiB with max locked memory {limit_kib} KiB"
-        raise Symptom(f"{what}: {error.strerror} ({error.errno})") from error
+        message = f"cannot pin {buffer_kib} KiB with max locked memory {limit_kib} KiB"
+        raise Symptom(f"{message}: {error.strerror} ({error.errno})") from error
     ctx.note(pinned_kib=buffer_kib, max_locked_memory_kib=limit_kib)
 
 
 def register_within(ctx: Context, *, given_outside: bool) -> None:
-    """As in a container: the hard limit comes from outside, and inside nobody has the right to raise it."""
+    """Pins a buffer as in a container, whose hard limit comes from outside and cannot be raised inside."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if hard != resource.RLIM_INFINITY and hard < ENOUGH:
         raise Unavailable(f"the hard limit on locked memory is {hard // KIB} KiB here")
-    given = ENOUGH if given_outside else TOO_LITTLE
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (given, given))
+    limit = ENOUGH if given_outside else TOO_LITTLE
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit))
     give_up_privilege()
     ctx.reached()
     script = "ulimit -l %d 2>/dev/null; exec %s" % (ENOUGH // KIB, PIN)
-    pin_in_shell(script, given)
+    pin_in_shell(script, limit)
 
 
 def register_up_to_hard(ctx: Context, *, raised_to_hard: bool) -> None:
-    """As in a job script: the soft limit is small, the hard one is not."""
+    """Pins a buffer as in a job script, where the soft limit is small but the hard limit is not."""
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if hard != resource.RLIM_INFINITY and hard < ENOUGH:
         raise Unavailable(f"the hard limit on locked memory is {hard // KIB} KiB here")
@@ -88,7 +88,7 @@ def register_up_to_hard(ctx: Context, *, raised_to_hard: bool) -> None:
 
 
 def register_privileged(ctx: Context, *, capability: bool) -> None:
-    """Root with CAP_IPC_LOCK, or without it, under the same small limit."""
+    """Pins a buffer as root, with or without CAP_IPC_LOCK, under the same small limit."""
     if not may_ignore_limits():
         raise Unavailable("this user has no CAP_IPC_LOCK to keep")
     if not capability:
@@ -99,35 +99,36 @@ def register_privileged(ctx: Context, *, capability: bool) -> None:
 
 
 def pin_in_shell(script: str, limit: int) -> None:
+    """Runs the script, which pins the buffer in a new program; raises Symptom if the kernel refuses. In bytes."""
     command = ["bash", "-c", script, "bash", sys.executable, MLOCK, str(BUFFER)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=20)
     number = int(result.stdout)
     if number:
-        what = f"cannot pin {BUFFER // KIB} KiB with max locked memory {limit // KIB} KiB"
-        raise Symptom(f"{what}: {os.strerror(number)} ({number})")
+        message = f"cannot pin {BUFFER // KIB} KiB with max locked memory {limit // KIB} KiB"
+        raise Symptom(f"{message}: {os.strerror(number)} ({number})")
 
 
 def lock(address: int, size: int) -> None:
-    """Locked memory is held against the same limit as memory that a network card pins, though counted apart."""
+    """Locks memory with mlock, which the kernel checks against the same limit as pinned memory. Raises OSError."""
     if libc().mlock(ctypes.c_void_p(address), ctypes.c_size_t(size)):
         raise_errno()
 
 
 def register_with_card(address: int, size: int) -> None:
-    """What NCCL does: ibv_reg_mr on an InfiniBand or RoCE card of this machine. Nothing is sent."""
+    """Registers memory with ibv_reg_mr on the first RDMA card of this machine, as NCCL does; sends nothing."""
     try:
         verbs = ctypes.CDLL("libibverbs.so.1", use_errno=True)
     except OSError as error:
-        raise Unavailable("no libibverbs.so.1 on this machine") from error
+        raise Unavailable("this machine has no libibverbs.so.1") from error
     for name in ("ibv_get_device_list", "ibv_open_device", "ibv_alloc_pd", "ibv_reg_mr"):
         getattr(verbs, name).restype = ctypes.c_void_p
     devices = verbs.ibv_get_device_list(None)
     first = ctypes.cast(devices, ctypes.POINTER(ctypes.c_void_p))[0] if devices else None
     if not first:
-        raise Unavailable("no InfiniBand or RoCE card on this machine")
+        raise Unavailable("this machine has no InfiniBand or RoCE card")
     card = verbs.ibv_open_device(ctypes.c_void_p(first))
     if not card:
-        raise Unavailable("the InfiniBand or RoCE card cannot be opened here (/dev/infiniband)")
+        raise Unavailable("kb cannot open the InfiniBand or RoCE card (/dev/infiniband)")
     domain = verbs.ibv_alloc_pd(ctypes.c_void_p(card))
     if not domain:
         raise_errno()
@@ -137,9 +138,9 @@ def register_with_card(address: int, size: int) -> None:
 
 
 def give_up_privilege() -> None:
-    """Without CAP_IPC_LOCK, as in a container, the limit applies to root too; without the other none can raise it."""
+    """Drops CAP_IPC_LOCK, so that the limit applies to root too, and CAP_SYS_RESOURCE, which may raise the limit."""
     for capability in (CAP_IPC_LOCK, CAP_SYS_RESOURCE):
-        libc().prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # refused to a user who has neither
+        libc().prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # the kernel refuses this for a user who has neither
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
     if libc().capget(header, sets):
@@ -147,7 +148,7 @@ def give_up_privilege() -> None:
     for number in range(3):
         sets[number] &= ~(1 << CAP_IPC_LOCK | 1 << CAP_SYS_RESOURCE)
     if libc().capset(header, sets):
-        raise Unavailable("cannot give up CAP_IPC_LOCK: %s" % os.strerror(ctypes.get_errno()))
+        raise Unavailable("kb cannot give up CAP_IPC_LOCK: %s" % os.strerror(ctypes.get_errno()))
 
 
 def libc() -> Any:
@@ -163,45 +164,45 @@ IN_A_JOB = ("LOCAL_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_R
 
 
 def check(_: Mapping[str, Any]) -> Finding:
-    """The limit of this process, what it means here, and whether there is a card that needs more."""
+    """Is the limit of this process too small for the RDMA cards of this host?"""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     evidence = [
         f"max locked memory of this process (ulimit -l): {describe_limit(soft)}, hard limit {describe_limit(hard)}"
     ]
     cards = rdma_devices()
     if cards is None:
-        evidence.append("RDMA devices: /sys/class cannot be read here, so there may be some")
+        evidence.append("RDMA devices: kb cannot read /sys/class, so there may be some")
     else:
         evidence.append(f"RDMA devices: {', '.join(cards) or 'none in /sys/class/infiniband'}")
-    found = ""
+    reason = ""
     if soft == resource.RLIM_INFINITY:
-        found = "this limit is no obstacle"
+        reason = "this limit is no obstacle"
     elif may_ignore_limits():
-        found = "this process has CAP_IPC_LOCK, so the limit does not bind it; it binds ordinary users"
+        reason = "this process has CAP_IPC_LOCK, so the limit applies to ordinary users only"
     elif cards == []:
-        found = "without such a device NCCL registers no memory"
-    if found and not any(name in os.environ for name in IN_A_JOB):
+        reason = "without such a device, NCCL registers no memory"
+    if reason and not any(name in os.environ for name in IN_A_JOB):
         return unknown(
             *evidence,
-            found,
-            "what sshd, mpirun, slurmd or a container gives to a job, as its user and on its node, may differ",
-            advice="run it in the place of a rank, as srun, mpirun or torchrun start it",
+            reason,
+            "a job under sshd, mpirun, slurmd or in a container may have another limit, by user and node",
+            advice="run this instead of a rank, as srun, mpirun or torchrun start it",
         )
-    if found:
-        return clear(*evidence, found)
+    if reason:
+        return clear(*evidence, reason)
     if cards is None:
-        return unknown(*evidence, advice="look on the host: ls /sys/class/infiniband")
+        return unknown(*evidence, advice="run ls /sys/class/infiniband on the host")
     if soft < 512 * KIB * KIB:
         return exposed(
             *evidence,
-            advice="unlimited: /etc/security/limits.d, LimitMEMLOCK=infinity for slurmd or containerd, docker run "
-            "--ulimit memlock=-1",
+            advice="set it to unlimited: in /etc/security/limits.d, with LimitMEMLOCK=infinity for slurmd or "
+            "containerd, or with docker run --ulimit memlock=-1",
         )
-    return unknown(*evidence, "more than most jobs pin; NVIDIA asks for unlimited")
+    return unknown(*evidence, "this is more than most jobs pin, but NVIDIA recommends unlimited")
 
 
 def rdma_devices() -> Optional[List[str]]:
-    """What is in /sys/class/infiniband, EFA too; Slingshot has a class of its own. None where sysfs is hidden."""
+    """Lists the devices in /sys/class/infiniband, also EFA, and those of Slingshot; None if sysfs is hidden."""
     try:
         classes = os.listdir("/sys/class")
         if "net" not in classes:
@@ -218,7 +219,7 @@ def describe_limit(limit: int) -> str:
 
 
 def may_ignore_limits() -> bool:
-    """CAP_IPC_LOCK counts in the first user namespace only."""
+    """Has this process CAP_IPC_LOCK? It counts only in the first user namespace."""
     try:
         status = Path("/proc/self/status").read_text()
         outermost = os.readlink("/proc/self/ns/user") == FIRST_USER_NAMESPACE
@@ -231,16 +232,16 @@ def may_ignore_limits() -> bool:
 REFUSED = symptom(r"cannot pin \d+ KiB with max locked memory \d+ KiB: Cannot allocate memory")
 SMALL = "max locked memory is a sixteenth of the buffer (64 KiB for 1 MiB)"
 LARGE = "max locked memory is four times the buffer"
-STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; mlock is held against the same limit"
+STANDS_FOR = "ibv_reg_mr of an InfiniBand or RoCE card; the kernel checks mlock against the same limit"
 
 
 def in_shell(name: str, job: Callable[..., None], fix: str, because: Tuple[str, str]) -> Experiment:
-    """`fix` is the keyword of the job that differs; `because` says what the arms do without and with it."""
-    like: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
+    """Returns an experiment; the arms differ in the keyword `fix`, and `because` describes both."""
+    common: Dict[str, Any] = {"fidelity": "stand-in", "stands_for": STANDS_FOR}
     return Experiment(
         name=name,
-        control=Arm(partial(job, **{fix: False}), expect=REFUSED, because=because[0], **like),
-        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], **like),
+        control=Arm(partial(job, **{fix: False}), expect=REFUSED, because=because[0], **common),
+        treatment=Arm(partial(job, **{fix: True}), expect=completed(), because=because[1], **common),
         world_size=1,
         needs=Needs(packages={}, programs=("bash",)),
         expected_s=(0.2, 0.2),
@@ -267,8 +268,8 @@ probe = Probe(
             register_within,
             "given_outside",
             (
-                "the hard limit from outside is 64 KiB, and ulimit -l inside cannot raise it",
-                "the limit is given from outside, as by --ulimit memlock",
+                "the hard limit from outside is 64 KiB, so ulimit -l inside cannot raise it",
+                "the larger limit comes from outside, as with --ulimit memlock",
             ),
         ),
         in_shell(
@@ -276,15 +277,18 @@ probe = Probe(
             register_up_to_hard,
             "raised_to_hard",
             (
-                "the soft limit is 64 KiB, as inherited",
-                "the script raises it to the hard one before it starts the rank",
+                "the process inherits a soft limit of 64 KiB",
+                "the script raises the soft limit to the hard limit before it starts the rank",
             ),
         ),
         in_shell(
             "capability",
             register_privileged,
             "capability",
-            ("root without CAP_IPC_LOCK, as in an ordinary container", "root with it, under the same limit"),
+            (
+                "root has no CAP_IPC_LOCK, as in an ordinary container",
+                "root has CAP_IPC_LOCK, under the same limit",
+            ),
         ),
         experiment("verbs", register_with_card, programs=("ibv_devices",), fidelity="cpu"),
     ),

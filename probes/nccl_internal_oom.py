@@ -1,7 +1,7 @@
-"""NCCL's buffers do not come from torch's pool: they need memory outside the pool.
+"""NCCL does not allocate its buffers from torch's pool, so they need memory outside the pool.
 
-On GPUs the probe measures what NCCL allocates beside the pool, and fills nothing. On CPU two allocators share a limit
-that the kernel enforces: a caching pool, as torch has one, and a library that asks the system for its buffers.
+On GPUs, the probe measures what NCCL allocates outside the pool; it does not fill the GPU. On the CPU, two allocators
+share a limit that the kernel enforces: a caching pool like torch's, and a library that allocates from the system.
 """
 
 import mmap
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 class Pool:
-    """Caches freed blocks for later requests; returns them to the system only when it cannot grow itself."""
+    """Keeps freed blocks for later requests; returns them to the system only if the pool itself cannot grow."""
 
     def __init__(self, cap_mib: Optional[int]) -> None:
         self.cap_mib = cap_mib
@@ -52,7 +52,7 @@ class Pool:
                 self.empty_cache()
             try:
                 block = mmap.mmap(-1, mib * MIB)
-            except OSError:  # as torch does when cudaMalloc fails for it
+            except OSError:  # torch does the same if its own cudaMalloc fails
                 self.empty_cache()
                 block = mmap.mmap(-1, mib * MIB)
         self.used_mib += len(block) // MIB
@@ -72,14 +72,17 @@ WAYS = ("late", "capped", "first", "emptied")
 
 
 def train(ctx: Context, *, way: str) -> None:
-    """Steps of growing length fill the pool; then a second process group is used for the first time."""
+    """Fills the pool with steps of growing length, then uses another process group for the first time.
+
+    `way` is one of WAYS: the pool is uncapped ("late"), capped, emptied before, or the group is used first.
+    """
     assert way in WAYS, way
     limit, buffers = ctx.params["limit_mib"], ctx.params["buffers_mib"]
     limit_address_space(limit * MIB)
     pool = Pool(limit - 2 * buffers if way == "capped" else None)
     communicators = [mmap.mmap(-1, buffers * MIB)] if way == "first" else []
     weights = pool.take(limit // 8)
-    for eighths in (1, 2, 3):  # longer and longer sequences: what was cached is too small each time
+    for eighths in (1, 2, 3):  # the sequences grow, so each cached block is too small for the next step
         activations = pool.take(eighths * limit // 8)
         activations[-1] = 1
         pool.give(activations)
@@ -99,7 +102,7 @@ def train(ctx: Context, *, way: str) -> None:
 
 
 def measure(ctx: Context) -> None:
-    """Both arms are this job: what the first collective takes on the GPU, beside torch's pool."""
+    """Measures the GPU memory that the first collective takes outside torch's pool."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=60)
@@ -118,9 +121,9 @@ def measure(ctx: Context) -> None:
         )
 
 
-# --- the check: what NCCL itself logs of its memory -----------------------------------------------------------------
+# --- the check: the allocations in NCCL's log ------------------------------------------------------------------------
 
-# Where cuMem is off, "Cuda Calloc" of the same address comes before "Allocated shareable buffer".
+# Without cuMem, NCCL logs "Cuda Calloc" and then "Allocated shareable buffer" for the same address.
 TAKEN = re.compile(
     r"Cuda (?:Alloc|Calloc|CallocAsync) Size (?P<size>\d+) pointer (?P<at>\S+)"
     r"|Allocated shareable buffer (?P<shared_at>\S+) size (?P<shared>\d+)"
@@ -128,31 +131,31 @@ TAKEN = re.compile(
 )
 OUT = re.compile(r"^(?!.*NCCL INFO).*Cuda failure (?:2 )?'out of memory'", re.MULTILINE)
 IN_HOST_MEMORY = re.compile(r"\bshm\.cc:\d+ (?:\(\w+\) )?-> ")
-LARGEST = 8 * MIB  # characters of a log that are read
-GRAIN = 2 * MIB  # what cuMem rounds up to
+LARGEST = 8 * MIB  # kb reads so many characters of a log
+GRAIN = 2 * MIB  # cuMem rounds sizes up to a multiple of this
 
 
 def allocations(text: str) -> Dict[str, Dict[str, int]]:
-    """For each process the size of what it took, by address: one that is used again is counted once."""
+    """Returns, by process and address, the bytes that NCCL allocated; a reused address counts once."""
     taken: Dict[str, Dict[str, int]] = defaultdict(dict)
     for line in text.splitlines():
         head, _, rest = line.partition(" NCCL INFO ")  # host:process:thread [device]
-        found, words = TAKEN.search(rest), head.split()
-        if found and len(words) > 1:
-            size = int(found["size"] or found["shared"] or found["nvls"])
+        match, words = TAKEN.search(rest), head.split()
+        if match and len(words) > 1:
+            size = int(match["size"] or match["shared"] or match["nvls"])
             sizes = taken[words[-2].rpartition(":")[0]]
-            address = found["at"] or found["shared_at"] or found["comm"]
+            address = match["at"] or match["shared_at"] or match["comm"]
             sizes[address] = max(size, sizes.get(address, 0))
     return taken
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How much did NCCL take per process, by its own log, and is that more than was left?"""
+    """How much memory did NCCL take per process according to its log, and is that more than was free?"""
     settings = [f"{name}={os.environ[name]}" for name in GROWING if name in os.environ]
     if not params["log"]:
-        why = "what NCCL needs is known from a run only: it depends on GPUs, links, groups and operations"
-        advice = "one run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC, then --set log=FILE --set free_mib=N"
-        return unknown(why, *(f"set here, and changes it: {setting}" for setting in settings), advice=advice)
+        why = "only a run shows how much NCCL needs: it depends on GPUs, links, groups and operations"
+        advice = f"run the job once with {LOG_ALL}, then run --set log=FILE --set free_mib=N"
+        return unknown(why, *(f"this variable changes it: {setting}" for setting in settings), advice=advice)
     try:
         with open(params["log"], errors="replace") as file:
             text = file.read(LARGEST + 1)
@@ -162,40 +165,55 @@ def check(params: Mapping[str, Any]) -> Finding:
     failed = re.findall(r"Failed to CUDA (?:malloc|calloc|calloc async) (\d+) bytes", text)
     is_out = OUT.search(text) is not None
     if not taken and not failed and not is_out:
-        return unknown(f"no allocation of NCCL in {params['log']}", advice=LOG_ALL)
+        return unknown(f"{params['log']} has no allocation of NCCL", advice=f"run the job with {LOG_ALL}")
     evidence: List[str] = []
-    if len(text) > LARGEST:
-        evidence.append(f"only the first {LARGEST // MIB} MiB of the log were read: give the log of one rank")
     logged = held = 0
+    if len(text) > LARGEST:
+        evidence.append(f"kb read only the first {LARGEST // MIB} MiB of the log: give it the log of one rank")
     if taken:
         most = max(taken, key=lambda process: sum(taken[process].values()))
         sizes = taken[most].values()
         logged, held = sum(sizes) // MIB, sum(-(-size // GRAIN) * GRAIN for size in sizes) // MIB
-        rounded = f"{logged} MiB logged, up to {held} MiB as the driver rounds up"
-        evidence.append(f"{len(taken)} processes, most in {most}: {rounded}, kernels and context not counted")
+        rounded = f"it logged {logged} MiB, up to {held} MiB after rounding by the driver"
+        evidence.append(f"the log has {len(taken)} processes; {most} took most: {rounded}, without kernels and context")
     if failed:
-        evidence.append(f"{len(failed)} allocations failed, the first of {int(failed[0]) // MIB} MiB")
+        evidence.append(f"{len(failed)} allocations failed; the first was of {int(failed[0]) // MIB} MiB")
     if is_out and IN_HOST_MEMORY.search(text):
-        return exposed(*evidence, "out of memory, in shm.cc: host memory", advice="NCCL_CUMEM_HOST_ENABLE=0")
+        return exposed(*evidence, "NCCL ran out of host memory, in shm.cc", advice="set NCCL_CUMEM_HOST_ENABLE=0")
     if is_out:
-        return exposed(*evidence, "NCCL ran out of memory", advice=f"leave more beside torch's pool: {LEAVE}")
+        return exposed(*evidence, "NCCL ran out of memory", advice=f"leave more memory outside torch's pool: {LEAVE}")
     if failed:
-        return unknown(*evidence, "for want of memory or by another CUDA error: no line of the log says which")
-    free = params["free_mib"]
+        return unknown(*evidence, "the log does not say whether memory ran out or another CUDA error occurred")
+    sizes_are_logged = bool(re.search(r"NCCL INFO .*Cuda (?:Alloc|Calloc|CallocAsync) Size", text))
+    is_complete = sizes_are_logged and len(text) <= LARGEST
+    return compare(evidence, logged, held, params["free_mib"], sizes_are_logged, is_complete)
+
+
+def compare(
+    evidence: List[str], logged: int, held: int, free: int, sizes_are_logged: bool, is_complete: bool
+) -> Finding:
+    """Compares what NCCL took with the `free` memory; `logged`, `held` (after rounding) and `free` are in MiB."""
     if not free or free < 0:
-        return unknown(*evidence, "--set free_mib=N compares it")
+        advice = "run it again with --set free_mib=N, the MiB that are free for NCCL"
+        return unknown(*evidence, "the free memory was not given", advice=advice)
     if logged > free:
-        return exposed(*evidence, f"only {free} MiB are left for it", advice=LEAVE)
-    if not re.search(r"NCCL INFO .*Cuda (?:Alloc|Calloc|CallocAsync) Size", text):
-        return unknown(*evidence, "without ALLOC the log names NVLink SHARP's part alone", advice=LOG_ALL)
-    if len(text) > LARGEST or held + CONTEXT_MIB > free:
-        return unknown(*evidence, f"{free} MiB are left for it, and for kernels, the context and groups used later on")
-    return clear(*evidence, f"{free} MiB are left for it; a group that is first used later takes more")
+        return exposed(*evidence, f"only {free} MiB are free for NCCL", advice=LEAVE)
+    if not sizes_are_logged:
+        return unknown(
+            *evidence,
+            "without ALLOC, the log has only the buffers of NVLink SHARP",
+            advice=f"run the job with {LOG_ALL}",
+        )
+    if not is_complete or held + CONTEXT_MIB > free:
+        return unknown(
+            *evidence, f"{free} MiB are free for NCCL, its kernels, the context and groups that are used later"
+        )
+    return clear(*evidence, f"{free} MiB are free for NCCL; a group that is first used later takes more")
 
 
 LOG_ALL = "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC"
-CONTEXT_MIB = 512  # what a process takes besides the logged allocations, roughly
-LEAVE = "torch.cuda.set_per_process_memory_fraction(0.9) or less at the start of every rank"
+CONTEXT_MIB = 512  # roughly what a process takes besides the logged allocations
+LEAVE = "call torch.cuda.set_per_process_memory_fraction(0.9), or less, at the start of every rank"
 GROWING = (
     "NCCL_BUFFSIZE",
     "NCCL_MIN_NCHANNELS",
@@ -204,16 +222,17 @@ GROWING = (
     "NCCL_MAX_CTAS",
     "NCCL_NVLS_ENABLE",
 )
-STANDS_FOR = "torch's caching allocator and NCCL's cudaMalloc on a GPU: two allocators under one limit of the kernel"
+STANDS_FOR = "torch's caching allocator and NCCL's cudaMalloc on a GPU; two allocators share a limit of the kernel"
 
 
 def beside_a_pool(name: str, way: str, because: str) -> Experiment:
+    """Returns an experiment whose treatment arm trains in this `way`."""
     failing, passing = partial(train, way="late"), partial(train, way=way)
     fails = symptom(r"communication buffers do not fit: \d+ MiB are in use")
-    taken = "the pool may take all there is, and a group is used for the first time afterwards"
+    uncapped = "the pool may take all memory, and a group is used for the first time afterwards"
     return Experiment(
         name=name,
-        control=Arm(failing, fails, because=taken, fidelity="stand-in", stands_for=STANDS_FOR),
+        control=Arm(failing, fails, because=uncapped, fidelity="stand-in", stands_for=STANDS_FOR),
         treatment=Arm(passing, completed(), because=because, fidelity="stand-in", stands_for=STANDS_FOR),
         world_size=1,
         needs=Needs(packages={}, memory_mib=512),
@@ -224,10 +243,10 @@ def beside_a_pool(name: str, way: str, because: str) -> Experiment:
 probe = Probe(
     params={
         "log": Param("path", "log of all ranks with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ALLOC"),
-        "free_mib": Param("int", "what is left on the GPU for NCCL, to compare the log with", 0),
-        "budget_mib": Param("int", "GPU experiment: more than this beside torch's pool is the symptom", 300),
-        "limit_mib": Param("int", "CPU experiment: the limit that both allocators share", 256),
-        "buffers_mib": Param("int", "CPU experiment: what the communication library asks for", 40),
+        "free_mib": Param("int", "MiB that are free for NCCL on the GPU, to compare with the log", 0),
+        "budget_mib": Param("int", "GPU experiment: more MiB than this outside torch's pool are the symptom", 300),
+        "limit_mib": Param("int", "CPU experiment: the limit in MiB that both allocators share", 256),
+        "buffers_mib": Param("int", "CPU experiment: MiB that the communication library requests", 40),
     },
     check=check,
     experiments=(
@@ -236,13 +255,13 @@ probe = Probe(
             control=Arm(
                 measure,
                 expect=symptom(r"NCCL took \d+ MiB beside torch's pool"),
-                because="NCCL chooses the number of channels, each with its own buffers",
+                because="NCCL chooses the number of channels, and each channel has its own buffers",
                 fidelity="hardware",
             ),
             treatment=Arm(
                 measure,
                 expect=completed(),
-                because="NCCL_MAX_NCHANNELS=1: the buffers of one channel only",
+                because="with NCCL_MAX_NCHANNELS=1, NCCL allocates the buffers of one channel",
                 fidelity="hardware",
                 env={"NCCL_MAX_NCHANNELS": "1"},
             ),
@@ -253,11 +272,13 @@ probe = Probe(
             expected_s=(15, 15),
         ),
         beside_a_pool(
-            "two-allocators", "capped", "the pool is capped below the limit, and empties its cache at the cap"
+            "two-allocators", "capped", "the pool is capped below the limit and empties its cache at the cap"
         ),
     ),
     variants=(
-        beside_a_pool("groups-first", "first", "the group is used before the pool grows, which then empties its cache"),
+        beside_a_pool(
+            "groups-first", "first", "the group is used before the pool grows, and the pool empties its cache later"
+        ),
         beside_a_pool("empty-cache", "emptied", "the cache is emptied just before the group is used"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Training from scratch fits; resumed, each rank has the weights twice, or the full state of the optimizer."""
+"""Training from scratch fits; after a resume, each rank has the weights twice or holds the full optimizer state."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_
 from kb.probe import Arm, Context, Experiment, Needs, Probe, completed
 
 MIB = 1 << 20
-WIDTH, LAYERS = 1792, 6  # 12 MiB a layer, more than glibc's heap has free; float32 weights of 74, a checkpoint of 221
-WHOLE_ROOM = 418 * MIB  # DDP takes 368: weights, gradients, their buckets, two moments; and a temporary or two
-PARTS_ROOM = 228 * MIB  # FSDP2 takes 147 on each of two, and a layer or two; 37 of weights and the file are 258
-GPU_MIB = 472  # as DDP takes, and the workspace of cuBLAS
+WIDTH, LAYERS = 1792, 6  # a layer (12 MiB) exceeds the free part of glibc's heap; all weights take 74, a checkpoint 221
+WHOLE_ROOM = 418 * MIB  # DDP takes 368 (weights, gradients, buckets, two moments) and some temporaries
+PARTS_ROOM = 228 * MIB  # each of two ranks takes 147 and some layers; 37 of weights plus the file are 258
+GPU_MIB = 472  # the need of DDP and the workspace of cuBLAS
 SAVED_AT, LAST = 1, 2  # steps
 
 
 def build(ctx: Context, seed: int, *, parts: bool) -> Tuple[Any, Any, Any]:
-    """A model, under DDP or in parts, AdamW with two groups, and a schedule."""
+    """Returns a model under DDP, or with `parts` under FSDP2, AdamW with two groups, and a scheduler."""
     import torch
     from torch import nn
 
@@ -43,6 +43,7 @@ def build(ctx: Context, seed: int, *, parts: bool) -> Tuple[Any, Any, Any]:
 
 
 def train(ctx: Context, model: Any, optimizer: Any, scheduler: Any, steps: range) -> None:
+    """Trains these steps; the batch depends on step and rank only."""
     import torch
 
     for step in steps:
@@ -54,7 +55,7 @@ def train(ctx: Context, model: Any, optimizer: Any, scheduler: Any, steps: range
 
 
 def held(ctx: Context) -> int:
-    """MiB that this rank has allocated."""
+    """Returns how many MiB this rank has allocated."""
     import torch
 
     gc.collect()
@@ -65,27 +66,27 @@ def held(ctx: Context) -> int:
 
 
 def digests(model: Any, optimizer: Any, scheduler: Any) -> List[str]:
-    """Of all that this rank has: the bytes of weights, moments and steps; the groups and the schedule as text."""
+    """Describes the state of this rank: checksums of weights, moments and steps; groups and schedule as text."""
     import torch
 
     def digest(tensor: Any) -> str:
         tensor = getattr(tensor, "to_local", lambda: tensor)()
         return hex(zlib.crc32(tensor.detach().cpu().numpy()))
 
-    found = []
+    lines = []
     for parameter in model.parameters():
         state = optimizer.state[parameter]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and float(state["step"]) == LAST, state
-        found += [digest(parameter), *(digest(state[name]) for name in sorted(state))]
+        lines += [digest(parameter), *(digest(state[name]) for name in sorted(state))]
     for group in optimizer.param_groups:
-        found.append(str([(name, group[name]) for name in ("lr", "initial_lr", "weight_decay", "eps")]))
-        found.append(str(list(group["betas"])))
+        lines.append(str([(name, group[name]) for name in ("lr", "initial_lr", "weight_decay", "eps")]))
+        lines.append(str(list(group["betas"])))
     assert all(not torch.is_tensor(group["lr"]) for group in optimizer.param_groups)
-    return [*found, str(scheduler.get_last_lr()), str(scheduler.last_epoch)]
+    return [*lines, str(scheduler.get_last_lr()), str(scheduler.last_epoch)]
 
 
 def whole(ctx: Context, *, kept: bool) -> None:
-    """DDP. The run that is not interrupted fits; then the same is resumed, and what was loaded is kept or not."""
+    """Runs DDP without interruption, then resumes it; with `kept`, a variable keeps the loaded checkpoint."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=60)
@@ -129,16 +130,19 @@ def whole(ctx: Context, *, kept: bool) -> None:
     if more > 16:
         sys.stderr.write("resumed, this rank holds %d MiB more than without an interruption\n" % more)
     train(ctx, model, optimizer, scheduler, range(step, LAST))
-    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run went another way"
-    assert abs(more) <= 16, "%d MiB more than without an interruption" % more
+    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run differs from the uninterrupted one"
+    assert abs(more) <= 16, "this rank holds %d MiB more than in the uninterrupted run" % more
 
 
 def parts(ctx: Context, *, way: str) -> None:
-    """FSDP2 on two ranks. Rank 1 has a limit; what rank 0 reads is in its host's memory, which here is the same."""
+    """Runs FSDP2 without interruption, then resumes it from a full or a sharded checkpoint, as `way` says.
+
+    Only rank 1 has a limit: on the CPU, host memory and device memory are the same, and rank 0 reads to the host.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     assert way in ("full", "rank 0", "sharded"), way
     ctx.init_process_group(timeout_s=60).all_reduce(torch.ones(1))
@@ -158,11 +162,7 @@ def parts(ctx: Context, *, way: str) -> None:
     if way == "sharded":
         dcp.save(training_state(), checkpoint_id=folder)  # type: ignore[no-untyped-call]
     else:
-        collect = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        saved: Any = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=collect)))
-        if ctx.rank == 0:
-            torch.save({**saved, "scheduler": scheduler.state_dict(), "step": step}, path)
-        del saved
+        save_full(ctx, path, model, optimizer, scheduler, step)
     dist.barrier()
     train(ctx, model, optimizer, scheduler, range(step, LAST))
     uninterrupted = digests(model, optimizer, scheduler)
@@ -182,11 +182,23 @@ def parts(ctx: Context, *, way: str) -> None:
         load = load_on_every_rank if way == "full" else load_on_rank_0
         step = load(ctx, path, model, optimizer, scheduler)
     train(ctx, model, optimizer, scheduler, range(step, LAST))
-    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run went another way"
+    assert digests(model, optimizer, scheduler) == uninterrupted, "the resumed run differs from the uninterrupted one"
+
+
+def save_full(ctx: Context, path: str, model: Any, optimizer: Any, scheduler: Any, step: int) -> None:
+    """All ranks gather the full state on the host, and rank 0 saves it."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if ctx.rank == 0:
+        state = {"model": weights, "optimizer": moments, "scheduler": scheduler.state_dict(), "step": step}
+        torch.save(state, path)
 
 
 def load_on_every_rank(ctx: Context, path: str, model: Any, optimizer: Any, scheduler: Any) -> Any:
-    """Each rank puts the full state on its device and takes its part. Returns the step."""
+    """Each rank loads the full state to its device and takes its shard. Returns the step."""
     import torch
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -203,7 +215,7 @@ def load_on_every_rank(ctx: Context, path: str, model: Any, optimizer: Any, sche
 
 
 def load_on_rank_0(_: Context, path: str, model: Any, optimizer: Any, scheduler: Any) -> Any:
-    """Rank 0 reads the full state to its host and sends tensor by tensor. Returns the step."""
+    """Rank 0 reads the full state to the host and sends it tensor by tensor. Returns the step."""
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import (
@@ -229,7 +241,7 @@ def load_on_rank_0(_: Context, path: str, model: Any, optimizer: Any, scheduler:
     return step
 
 
-FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU
+FSDP2 = {"torch": ">=2.7"}  # fully_shard of older releases does not run on the CPU
 
 
 def experiment(
@@ -254,10 +266,10 @@ rlimit = experiment(
     "rlimit",
     partial(whole, kept=True),
     partial(whole, kept=False),
-    ("a variable keeps what torch.load returned", "a function loads it, and what it loaded ends with it"),
+    ("a variable keeps the result of torch.load", "a function loads the checkpoint, which is freed when it returns"),
     packages={"torch": ">=2.1"},
 )
-FULL = "each rank loads the full weights and the full state of the optimizer to its device, to take its part"
+FULL = "each rank loads the full weights and optimizer state to its device before it takes its shard"
 
 probe = Probe(
     experiments=(rlimit.on_gpus(2, expect=GPU_OOM, gpu_memory_mib=GPU_MIB), rlimit),
@@ -266,13 +278,13 @@ probe = Probe(
             "full",
             partial(parts, way="full"),
             partial(parts, way="rank 0"),
-            (FULL, "rank 0 loads it to the host, and sends tensor by tensor"),
+            (FULL, "rank 0 loads them to the host and sends tensor by tensor"),
         ),
         experiment(
             "sharded",
             partial(parts, way="full"),
             partial(parts, way="sharded"),
-            (FULL, "each rank reads the part that it has, from a sharded checkpoint"),
+            (FULL, "each rank reads its own shard from a sharded checkpoint"),
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""ZeRO-3 shards the parameter of a quantized layer, and bitsandbytes keeps 8-bit weights in another attribute too."""
+"""ZeRO-3 shards only the parameter of a quantized layer, but bitsandbytes keeps 8-bit weights in an attribute too."""
 
 import json
 from functools import partial
@@ -26,13 +26,16 @@ WIDTH = 128
 
 
 def judge(held: int, full: int, share: float = 0.75) -> None:
-    """Between two forwards a rank of two should hold about half of the weights under ZeRO-3, all in stage 2."""
+    """Raises Symptom if a rank holds more than this share of the layer; sizes are in bytes.
+
+    Between two forwards, a rank of two should hold about half of the weights in stage 3, and all of them in stage 2.
+    """
     if held > share * full:
         raise Symptom("this rank holds %d bytes of a layer of %d bytes under ZeRO-3" % (held, full))
 
 
 def partition(ctx: Context, *, copy: bool) -> None:
-    """What a shard of a parameter frees: nothing, while another attribute refers to the whole tensor."""
+    """Replaces a parameter by its shard, which frees nothing while another attribute refers to the whole tensor."""
     import torch
 
     layer = torch.nn.Module()
@@ -51,7 +54,7 @@ def partition(ctx: Context, *, copy: bool) -> None:
 
 
 def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") -> None:
-    """A quantized base layer and a trainable one, as in QLoRA, in DeepSpeed's engine."""
+    """Trains a trainable layer before a quantized one in DeepSpeed's engine, as QLoRA does."""
     from kb.cpu_arms import import_deepspeed
 
     deepspeed = import_deepspeed()
@@ -65,7 +68,7 @@ def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") ->
     else:
         options = {"compute_dtype": torch.bfloat16, "quant_storage": getattr(torch, storage)}
         base = bnb.nn.Linear4bit(WIDTH, WIDTH, bias=False, **options)
-    base = base.to("cpu")  # packs the weights
+    base = base.to("cpu")  # this packs the weights
     base.weight.requires_grad_(False)
     packed = base.weight.data.view(torch.uint8).clone().flatten()
     full = packed.numel()
@@ -99,7 +102,7 @@ def train(ctx: Context, *, bits: int, stage: int = 3, storage: str = "uint8") ->
 
 
 def save_fp8(folder: Path) -> None:
-    """Make the saved model one that is published in FP8."""
+    """Turns the saved model into one in FP8, as some models are published."""
     import torch
     from safetensors.torch import load_file, save_file  # type: ignore[import-not-found]
 
@@ -114,7 +117,7 @@ def save_fp8(folder: Path) -> None:
 
 
 def load(ctx: Context, *, quantized: str) -> None:
-    """from_pretrained while a configuration of stage 3 is known."""
+    """Calls from_pretrained while a configuration of stage 3 exists; `quantized` says how the model is quantized."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
@@ -135,7 +138,7 @@ def load(ctx: Context, *, quantized: str) -> None:
     ctx.meet("saved")
     ctx.init_process_group(timeout_s=20)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    kept = HfDeepSpeedConfig(config)
+    stage_3 = HfDeepSpeedConfig(config)  # transformers reads it as long as this reference exists
     options = fp8
     if quantized == "fp8, saved again":
         folder, options = folder / "again", {}
@@ -144,7 +147,7 @@ def load(ctx: Context, *, quantized: str) -> None:
         options = {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True)}
     ctx.reached()
     model = make.from_pretrained(folder, dtype=torch.bfloat16, **options)
-    assert kept.is_zero3()
+    assert stage_3.is_zero3()
     weight = model.model.layers[0].mlp.up_proj.weight
     full = WIDTH * WIDTH // 2 if quantized == "4bit" else WIDTH * WIDTH * 2
     tensors = [weight.data, getattr(weight, "ds_tensor", None)]
@@ -152,7 +155,7 @@ def load(ctx: Context, *, quantized: str) -> None:
 
 
 def copy(ctx: Context, *, as_loaded: bool) -> None:
-    """Load a model in FP8 as bfloat16, save it, and load the copy."""
+    """Loads an FP8 model as bfloat16, saves it, loads the copy and compares the weights."""
     import torch
     import transformers
 
@@ -174,26 +177,27 @@ def copy(ctx: Context, *, as_loaded: bool) -> None:
 
 
 def quantization(model: Path) -> Any:
-    """The section of a model's config.json; None where it has none."""
+    """Returns the quantization_config in a model's config.json, or None. Raises UnreadableConfig."""
     try:
         path = model / "config.json" if model.is_dir() else model
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableConfig("%s cannot be read: %s" % (model, str(error)[:120])) from None
+        raise UnreadableConfig("kb cannot read %s: %s" % (model, str(error)[:120])) from None
     text = values.get("text_config") if isinstance(values, dict) else None
     sections = [part.get("quantization_config") for part in (values, text) if isinstance(part, dict)]
     return next((section for section in sections if section), None)
 
 
 def stage_of(values: Mapping[str, Any]) -> Any:
+    """Returns the ZeRO stage in a DeepSpeed JSON or an accelerate YAML, or None."""
     section = values.get("zero_optimization") or values.get("deepspeed_config") or {}
     return section.get("stage", section.get("zero_stage")) if isinstance(section, dict) else None
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is a DeepSpeed configuration of stage 3 to be used with a model that is saved quantized?"""
+    """Does the configuration use ZeRO stage 3 with a model that is saved quantized?"""
     if params["config"] is None:
-        return unknown("no configuration was given", advice="--config ds_config.json --set model=/path/of/the/model")
+        return unknown("no configuration was given", advice="run --set config=ds_config.json --set model=FOLDER")
     try:
         stage = stage_of(read_config(Path(params["config"])).values)
         section = quantization(Path(params["model"])) if params["model"] is not None else None
@@ -202,18 +206,20 @@ def check(params: Mapping[str, Any]) -> Finding:
     if stage is None:
         return unknown("the configuration names no ZeRO stage")
     if stage in (0, 1, 2) and not isinstance(stage, bool):
-        what = "ZeRO stage %s does not shard parameters" % stage
-        return unknown(what, "whether 4-bit weights are packed in another float type than the engine's is not here")
+        why = "ZeRO stage %s does not shard parameters" % stage
+        return unknown(why, "these files do not show whether 4-bit weights are packed in the float type of the engine")
     if stage != 3 or isinstance(stage, bool) or not isinstance(section, dict):
-        return unknown("ZeRO stage %s; whether the script quantizes at loading is not in this file" % stage)
-    bits = [name for name in ("load_in_4bit", "load_in_8bit") if section.get(name)]  # older ones name no method
+        return unknown(
+            "ZeRO stage %s is set, but kb cannot see whether the script quantizes the model at loading" % stage
+        )
+    bits = [name for name in ("load_in_4bit", "load_in_8bit") if section.get(name)]  # older models name no method
     method = section.get("quant_method", "bitsandbytes" if bits else None)
     if not isinstance(method, str):
         return unknown("the model's quantization_config names no method")
     if method in ("mxfp4", "fp8") or (method == "bitsandbytes" and section.get("load_in_4bit")):
-        return unknown("ZeRO stage 3 with %s: whole on every rank while it is loaded, or dequantized there" % method)
-    why = "ZeRO stage 3, and the model is saved quantized: %s" % method
-    return exposed(why, advice="stage 2 with LoRA, or the unquantized model")
+        return unknown("ZeRO stage 3 with %s: every rank loads the whole model, quantized or dequantized" % method)
+    why = "ZeRO stage 3 is set, and the model is saved quantized: %s" % method
+    return exposed(why, advice="use stage 2 with LoRA, or the unquantized model")
 
 
 WHOLE = symptom(r"this rank holds \d+ bytes of a layer of \d+ bytes under ZeRO-3")
@@ -245,23 +251,24 @@ def pair(
 
 
 COPY, ALONE = (
-    "another attribute refers to the whole tensor",
-    "the parameter alone holds the packed weights, as in 4-bit",
+    "another attribute refers to the whole tensor, as in 8-bit layers",
+    "only the parameter refers to the packed weights, as in 4-bit layers",
 )
-TWICE, ONCE = "an 8-bit layer in stage 3: the whole tensor, and a shard besides", "stage 2: the whole tensor, once"
+TWICE = "a rank holds the whole 8-bit layer and its shard in stage 3"
+ONCE = "a rank holds the whole 8-bit layer once in stage 2"
 CAST, SAME = (
-    "4-bit packed as float16, cast to bfloat16 by the engine",
-    "4-bit packed as bfloat16, the dtype of the engine",
+    "4-bit weights are packed as float16, and the engine casts them to bfloat16",
+    "4-bit weights are packed as bfloat16, the dtype of the engine",
 )
 LATE, SHARDED = "the model is quantized while it is loaded", "the model is not quantized"
-AGAIN = "one process dequantizes it before, and saves it without quantization"
+AGAIN = "one process has dequantized the model and saved it without quantization"
 PACKED, FLOATS = (
-    "save_pretrained packs the dequantized weights into FP8 again, and config.json does not say so",
-    "save_original_format=False saves the weights as they were loaded",
+    "save_pretrained packs the dequantized weights into FP8 again, but config.json does not say so",
+    "save_original_format=False saves the dequantized weights",
 )
 WRONG = symptom(r"the weights of the copy are \d+ times the weights of the model")
 OTHERS = symptom(r"\d+ of \d+ packed bytes are others after deepspeed.initialize")
-STANDS_FOR = "the engine of ZeRO-3, and layers of bitsandbytes"
+STANDS_FOR = "the ZeRO-3 engine and layers of bitsandbytes; the probe shards one parameter itself"
 half, bf16 = (partial(train, bits=4, storage=storage) for storage in ("float16", "bfloat16"))
 packed, fp8, again, whole = (partial(load, quantized=how) for how in ("4bit", "fp8", "fp8, saved again", ""))
 copied, alone = (partial(partition, copy=twice) for twice in (True, False))
@@ -269,17 +276,23 @@ copied, alone = (partial(partition, copy=twice) for twice in (True, False))
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "a DeepSpeed JSON or an accelerate YAML"),
-        "model": Param("path", "the folder of the model, or its config.json"),
+        "config": Param("path", "your DeepSpeed JSON or accelerate YAML, for the check"),
+        "model": Param("path", "the folder of your model, or its config.json, for the check"),
     },
     experiments=(pair("partition", copied, alone, COPY, ALONE, {"torch": ">=2.1"}, stands_for=STANDS_FOR),),
     variants=(
-        pair("deepspeed", partial(train, bits=8), partial(train, bits=4), "an 8-bit layer", "a 4-bit layer"),
+        pair(
+            "deepspeed",
+            partial(train, bits=8),
+            partial(train, bits=4),
+            "the layer is quantized to 8 bits",
+            "the layer is quantized to 4 bits",
+        ),
         pair("stage-2", partial(train, bits=8, stage=3), partial(train, bits=8, stage=2), TWICE, ONCE),
         pair("storage", half, bf16, CAST, SAME, expect=OTHERS),
         pair("storage-stage-2", partial(half, stage=2), partial(bf16, stage=2), CAST, SAME, expect=OTHERS),
         pair("loading", packed, whole, LATE, SHARDED, LOADER),
-        pair("dequantized", fp8, again, "the model is saved in FP8 and dequantized at loading", AGAIN, FP8),
+        pair("dequantized", fp8, again, "the model is saved in FP8, and from_pretrained dequantizes it", AGAIN, FP8),
         pair("copy", partial(copy, as_loaded=False), partial(copy, as_loaded=True), PACKED, FLOATS, PACKS_AGAIN, WRONG),
     ),
 )
