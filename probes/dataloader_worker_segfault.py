@@ -1,7 +1,7 @@
 """A worker of a DataLoader touches memory that it does not have, and dies of SIGSEGV.
 
-The page that only its own process has (`MADV_DONTFORK`) replaces a handle of a library that does not survive a fork;
-libibverbs marks registered memory so. The bad pointer of a corrupt record replaces a bug in a decoder.
+A page that children do not inherit (`MADV_DONTFORK`) stands for a library's handle that does not survive a fork;
+libibverbs marks registered memory in the same way. The bad pointer of a corrupt record stands for a bug in a decoder.
 """
 
 import ctypes
@@ -18,22 +18,22 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 def open_database(path: str) -> mmap.mmap:
     pages = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages[:3] = bytes([5, 6, 7])
-    pages.madvise(mmap.MADV_DONTFORK)  # no child has these pages
+    pages.madvise(mmap.MADV_DONTFORK)  # children do not inherit these pages
     return pages
 
 
 def load(dataset: Any, workers: int) -> Any:
     from torch.utils.data import DataLoader
 
-    context = "fork" if workers else None  # no longer the default of Python 3.14
+    context = "fork" if workers else None  # fork is no longer the default in Python 3.14
     try:
         return [batch.item() for batch in DataLoader(dataset, num_workers=workers, multiprocessing_context=context)]
     except RuntimeError as error:
-        raise (error.__cause__ or error) from None  # torch's line with the signal is the cause of its last line
+        raise (error.__cause__ or error) from None  # the cause of torch's last error names the signal
 
 
 def read(ctx: Context, *, close: bool = False, parent_reads: bool = True, workers: int = 1) -> None:
-    """The parent reads a sample and closes its database or not, then a loader reads all."""
+    """The parent reads a sample and may close its database; then a loader reads all samples."""
     dataset = records(guarded=close)
     if parent_reads:
         assert dataset[0] == 5
@@ -44,6 +44,7 @@ def read(ctx: Context, *, close: bool = False, parent_reads: bool = True, worker
 
 
 def records(guarded: bool = False) -> Any:
+    """Returns a dataset of three samples; the guarded one refuses a handle that another process opened."""
     from torch.utils.data import Dataset
 
     class Records(Dataset):  # type: ignore[misc]
@@ -66,17 +67,17 @@ def records(guarded: bool = False) -> Any:
                 self.database.close()
             self.database = None
 
-    class Careless(Records):
+    class UnguardedRecords(Records):
         def __getitem__(self, index: int) -> Any:
             if self.database is None:
                 self.database = open_database(self.path)
             return self.database[index]
 
-    return (Records if guarded else Careless)("train.db")
+    return (Records if guarded else UnguardedRecords)("train.db")
 
 
 def decode(ctx: Context, *, skip: bool, workers: int = 1) -> None:
-    """The first of four records is corrupt, and the decoder follows the address in it."""
+    """The first of four records is corrupt, and the decoder dereferences the address in it."""
     from torch.utils.data import Dataset, Subset
 
     class Images(Dataset):  # type: ignore[misc]
@@ -93,7 +94,7 @@ def decode(ctx: Context, *, skip: bool, workers: int = 1) -> None:
 
 
 def trace(ctx: Context, *, restart: bool) -> None:
-    """Does the worker leave a stack of Python, when faulthandler is on in the parent, and restarted or not?"""
+    """Does the worker print its Python stack? The parent enabled faulthandler; the worker restarts it or not."""
     from torch.utils.data import DataLoader
 
     def enable_faulthandler(worker_id: int) -> None:
@@ -116,7 +117,7 @@ def trace(ctx: Context, *, restart: bool) -> None:
             options: Any = {"num_workers": 1, "multiprocessing_context": "fork"}
             list(DataLoader(dataset, worker_init_fn=worker_init_fn, **options))
     except RuntimeError:
-        pass  # what the worker printed counts
+        pass  # the worker's output decides
     finally:
         sys.stderr = stderr
         os.dup2(descriptor, 2)
@@ -129,8 +130,8 @@ def trace(ctx: Context, *, restart: bool) -> None:
 
 DIED = raised(r"DataLoader worker \(pid \d+\) is killed by signal: Segmentation fault")
 NO_STACK = symptom(r"without a Python stack, and printed .*Unexpected segmentation fault encountered in worker")
-PAGES = "a library's handle that does not survive a fork: here one page of memory that no child gets"
-POINTER = "a bug in a decoder, which follows a bad address: here ctypes does"
+PAGES = "a library's handle that does not survive a fork; the probe uses a page that children do not inherit"
+POINTER = "a bug in a decoder that dereferences a bad address; the probe does so with ctypes"
 
 
 def pair(
@@ -153,7 +154,7 @@ def pair(
     )
 
 
-INHERITED = "the database is open when the loader forks, and the worker uses the copy that it inherited"
+INHERITED = "the database is open when the loader forks, and the worker uses the inherited handle"
 probe = Probe(
     experiments=(
         pair(
@@ -161,7 +162,7 @@ probe = Probe(
             partial(read),
             partial(read, close=True),
             because=INHERITED,
-            fix="the parent closed the database, so each process opens one at its first read",
+            fix="the parent closed the database before the fork, so each process opens it at its first read",
         ),
     ),
     variants=(
@@ -169,24 +170,24 @@ probe = Probe(
             "parent-reads",
             partial(read),
             partial(read, parent_reads=False),
-            because="it opens at the first read, and the parent has read a sample before the loader started",
-            fix="the parent has read nothing",
+            because="the dataset opens the database at its first read, which happened in the parent before the fork",
+            fix="the parent reads no sample, so the worker opens the database",
         ),
-        pair("no-workers", partial(read), partial(read, workers=0), INHERITED, "there is no worker"),
+        pair("no-workers", partial(read), partial(read, workers=0), INHERITED, "the loader has no workers"),
         pair(
             "bad-record",
             partial(decode, skip=False),
             partial(decode, skip=True),
-            because="the decoder follows an address in a corrupt record",
-            fix="the record is left out",
+            because="the decoder dereferences an address in a corrupt record",
+            fix="the dataset leaves out that record",
             stands_for=POINTER,
         ),
         pair(
             "bad-record-no-workers",
             partial(decode, skip=False, workers=0),
             partial(decode, skip=True, workers=0),
-            because="without workers the training process itself dies of it",
-            fix="the record is left out",
+            because="there are no workers, so the corrupt record kills the training process itself",
+            fix="the dataset leaves out that record",
             stands_for=POINTER,
             expect=killed("SIGSEGV"),
         ),
@@ -194,8 +195,8 @@ probe = Probe(
             "faulthandler",
             partial(trace, restart=False),
             partial(trace, restart=True),
-            because="faulthandler is on in the parent, torch replaced its handler, enable() in the worker does nothing",
-            fix="worker_init_fn switches it off and on in the worker, after torch",
+            because="torch replaces the handler inherited from the parent, and enable() in the worker does nothing",
+            fix="worker_init_fn disables and enables faulthandler in the worker, after torch set its handlers",
             expect=NO_STACK,
         ),
     ),

@@ -1,4 +1,7 @@
-"""An index outside its table in one rank's batch. On a GPU a kernel asserts, later; on the CPU torch names it."""
+"""The batch of one rank has an index outside its table.
+
+On a GPU, an assertion in a kernel fails, and Python sees it later. On the CPU, torch's error names the index.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +35,16 @@ WHYS = ("label", "ignored-label", "gather", "position")
 
 
 def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
-    """Three steps of DDP on two ranks; the bad index is in the batch of rank 1 in step 1."""
+    """Trains three steps with DDP on two ranks; the bad index is in the batch of rank 1 in step 1."""
     import torch
-    from torch.nn import functional as F  # noqa: N812
     from torch.nn.parallel import DistributedDataParallel
 
     dist = ctx.init_process_group(timeout_s=10)
     why = why or ctx.params["why"]
     torch.manual_seed(0)
-    wide = 8 if why == "label" and in_range else CLASSES  # as many outputs as the data has classes
-    model = DistributedDataParallel(torch.nn.Linear(6, wide).to(ctx.device))
-    positions = torch.eye(6, device=ctx.device)  # a table for texts of up to six tokens
+    outputs = 8 if why == "label" and in_range else CLASSES  # the data has 8 classes
+    model = DistributedDataParallel(torch.nn.Linear(6, outputs).to(ctx.device))
+    positions = torch.eye(6, device=ctx.device)  # a table of six positions
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx.reached()
     for step in range(3):
@@ -53,30 +55,38 @@ def train(ctx: Context, *, in_range: bool, why: str = "") -> None:
         if why == "position" and in_range:
             labels = labels[: len(positions)]
         logits = model(positions[torch.arange(len(labels), device=ctx.device)] + ctx.rank)
-        if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
-            counted = labels != -100
-            logp = logits.float().log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
-            loss = -logp[counted].sum() / counted.sum().clamp(min=1)
-        elif why == "gather":
-            counted = labels != -100
-            logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-            loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
-        elif why == "ignored-label" and in_range:
-            loss = F.cross_entropy(logits, labels, ignore_index=255)
-        else:
-            loss = F.cross_entropy(logits, labels)
+        loss = loss_of(logits, labels, why, in_range)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         assert loss.item() > 0, loss
     weights = next(model.parameters()).detach()
-    everyones = [torch.empty_like(weights) for _ in range(ctx.world_size)]
-    dist.all_gather(everyones, weights)
-    assert all(torch.equal(everyone, weights) for everyone in everyones), "the ranks trained different weights"
+    gathered = [torch.empty_like(weights) for _ in range(ctx.world_size)]
+    dist.all_gather(gathered, weights)
+    assert all(torch.equal(other, weights) for other in gathered), "the ranks trained different weights"
+
+
+def loss_of(logits: Any, labels: Any, why: str, in_range: bool) -> Any:
+    """The mean loss, computed as the incident `why` has it or, with `in_range`, as its fix has it."""
+    from torch.nn import functional as F  # noqa: N812
+
+    if why == "gather" and in_range:  # log-probabilities of the labels, as in DPO and PPO
+        counted = labels != -100
+        logp = logits.float().log_softmax(-1).gather(-1, labels.masked_fill(~counted, 0).unsqueeze(-1)).squeeze(-1)
+        loss = -logp[counted].sum() / counted.sum().clamp(min=1)
+    elif why == "gather":
+        counted = labels != -100
+        logp = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        loss = -(logp * counted).sum() / counted.sum().clamp(min=1)
+    elif why == "ignored-label" and in_range:
+        loss = F.cross_entropy(logits, labels, ignore_index=255)
+    else:
+        loss = F.cross_entropy(logits, labels)
+    return loss
 
 
 def half(ctx: Context, *, is_float: bool) -> None:
-    """The mean over 40,000 tokens, summed in fp16 or in float32."""
+    """Averages the loss over 40,000 tokens, summed in fp16 or in float32."""
     import torch
 
     torch.manual_seed(0)
@@ -90,12 +100,14 @@ def half(ctx: Context, *, is_float: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Look for labels outside the classes in a .jsonl or .csv file of data."""
+    """Looks for labels outside the classes in a .jsonl or .csv file, for half a second at most."""
     path, key, classes = params["data"], params["key"], params["classes"]
     if path is None or classes is None or classes < 1:
-        return unknown("no data or no classes", advice="--set data=train.jsonl --set classes=10, and --set key=label")
+        advice = "run --set data=train.jsonl --set key=label --set classes=10"
+        return unknown("kb needs your data and the number of classes", advice=advice)
     end = time.monotonic() + 0.5
-    result: List[str] = []
+    outside: List[str] = []
+    complete = False
     rows = values = unread = ignored = 0
     try:
         for number, row in enumerate(rows_of(path), 1):
@@ -106,35 +118,31 @@ def check(params: Mapping[str, Any]) -> Finding:
                 values += 1
                 ignored += value == -100
                 if not (0 <= value < classes or value == -100):
-                    result.append(f"{path}:{number}: {key} {value}")
+                    outside.append(f"{path}:{number}: {key} {value}")
             rows = number
-            if time.monotonic() > end or len(result) >= 10:
+            if time.monotonic() > end or len(outside) >= 10:
                 break
         else:
-            rows = -rows  # all of them
+            complete = True
     except (OSError, ValueError, csv.Error, RecursionError) as error:
-        return unknown(f"{path} cannot be read: {error}")
-    message = f"{values} values of {key} in {abs(rows)} rows"
-    if result:
+        return unknown(f"kb cannot read {path}: {error}")
+    limits, message = f"0 to {classes - 1}", f"{values} values of {key} in {rows} rows"
+    if outside:
+        advice = "repair the data or the model, or pass the value as ignore_index"
         return exposed(
-            f"outside 0 to {classes - 1}, and not -100, after {message}",
-            *result,
-            advice="repair data or model, or name it ignore_index",
+            f"kb read {message} and found values outside {limits} that are not -100", *outside, advice=advice
         )
-    if rows >= 0 or not values:
-        return unknown(f"nothing outside 0 to {classes - 1} in {message}; the rest was not read, or there is no {key}")
+    if not complete or not values:
+        return unknown(f"all {message} are within {limits}, but kb did not read the rest, or the data has no {key}")
     if unread:
-        return unknown(
-            f"nothing outside 0 to {classes - 1} in {message}; {unread} more are no whole numbers or missing"
-        )
+        return unknown(f"all {message} are within {limits}, but {unread} more are missing or not whole numbers")
     if ignored:
-        return unknown(
-            f"all {message} are inside 0 to {classes - 1} or -100, which cross_entropy ignores, and gather does not"
-        )
-    return clear(f"all {message} are inside 0 to {classes - 1}")
+        return unknown(f"all {message} are within {limits} or -100, which cross_entropy ignores but gather does not")
+    return clear(f"all {message} are within {limits}")
 
 
 def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The rows of a .csv or .jsonl file; raises ValueError if a line is not a JSON object."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             yield from csv.DictReader(file)
@@ -142,12 +150,12 @@ def rows_of(path: Path) -> Iterator[Mapping[str, Any]]:
         for line in file:
             row = json.loads(line) if line.strip() else {}
             if not isinstance(row, dict):
-                raise ValueError("a line holds no object")
+                raise ValueError("a line is not an object")
             yield row
 
 
 def numbers_in(value: Any) -> Iterator[Optional[int]]:
-    """The class of a row, or the classes of a sequence; None for what is no whole number."""
+    """The label of a row, or the labels of a sequence; None for a value that is not a whole number."""
     if isinstance(value, list):
         for item in value:
             yield from numbers_in(item)
@@ -159,7 +167,7 @@ def numbers_in(value: Any) -> Iterator[Optional[int]]:
         yield None
 
 
-STANDS_FOR = "the assertion in a CUDA kernel: the CPU checks the same index at once and says which one it is"
+STANDS_FOR = "the assertion in a CUDA kernel; the CPU checks the same index at once and names it"
 
 gloo = Experiment(
     name="gloo",
@@ -173,7 +181,7 @@ gloo = Experiment(
     treatment=Arm(
         partial(train, in_range=True),
         expect=completed(),
-        because="as many classes as labels, the ignore_index of the data, ignored labels filled, or fewer tokens",
+        because="the model has enough classes; with another --set why, the fix of that cause is applied",
         fidelity="stand-in",
         stands_for=STANDS_FOR,
     ),
@@ -192,20 +200,20 @@ def variant(why: str, because: str, fix: str, pattern: str) -> Experiment:
 variants = (
     variant(
         "ignored-label",
-        "255 means 'ignore' in the data, and cross_entropy ignores -100",
-        "ignore_index is what the data uses",
+        "255 means 'ignore' in the data, but cross_entropy ignores only -100",
+        "ignore_index is 255, as in the data",
         r"Target 255 is out of bounds",
     ),
     variant(
         "gather",
-        "a label of -100 goes into gather, which ignores nothing",
-        "the ignored labels are filled for gather and masked afterwards",
+        "gather gets a label of -100, and it ignores no value",
+        "the ignored labels are replaced with 0 before gather, and masked afterwards",
         r"index -100 is out of bounds for dimension 1 with size 5",
     ),
     variant(
         "position",
-        "nine tokens for a table of six positions",
-        "the tokens are cut to the length of the table",
+        "the text has nine tokens, but the table has six positions",
+        "the text is truncated to the length of the table",
         r"index \d is out of bounds for dimension 0 with size 6",
     ),
     Experiment(
@@ -214,11 +222,14 @@ variants = (
         control=Arm(
             partial(half, is_float=False),
             expect=symptom(r"the loss is inf, not 4\.\d+"),
-            because="40,000 log-probabilities are summed in fp16, whose largest number is 65504",
+            because="the code sums 40,000 log-probabilities in fp16, whose largest number is 65504",
             fidelity="cpu",
         ),
         treatment=Arm(
-            partial(half, is_float=True), expect=completed(), because="they are summed in float32", fidelity="cpu"
+            partial(half, is_float=True),
+            expect=completed(),
+            because="the code sums the log-probabilities in float32",
+            fidelity="cpu",
         ),
         needs=Needs(packages={"torch": ">=2.3"}),
         expected_s=(1, 1),
@@ -229,9 +240,9 @@ probe = Probe(
     check=check,
     params={
         "why": Param("str", "which index is wrong: %s" % ", ".join(WHYS), "label"),
-        "data": Param("path", "a .jsonl or .csv file with your labels"),
-        "key": Param("str", "the field of the label", "label"),
-        "classes": Param("int", "how many classes the model has (for a language model: rows of its output)"),
+        "data": Param("path", "a .jsonl or .csv file with your labels, for the check"),
+        "key": Param("str", "the field that has the label", "label"),
+        "classes": Param("int", "how many classes the model has (for a language model: the rows of its output)"),
     },
     experiments=(gloo.on_gpus(expect=raised(r"CUDA error: device-side assert triggered")), gloo),
     variants=variants,

@@ -1,7 +1,7 @@
 """Have the GPUs of an NVSwitch machine joined the NVLink fabric, and does the fabric manager fit the driver?
 
-A check only: stopping a node's fabric manager would end the jobs of others. It reads this machine or, with
-`--set smi=FILE`, the saved output of `nvidia-smi -q` of another one.
+The probe has only a check: an experiment would have to stop a node's fabric manager, which ends every job on it. The
+check reads this machine or, with `--set smi=FILE`, the saved output of `nvidia-smi -q` from another one.
 """
 
 import re
@@ -12,11 +12,12 @@ from typing import Any, Dict, List, Mapping, Tuple
 
 from kb.probe import Finding, Param, Probe, clear, exposed, unknown
 
-START = "sudo systemctl status nvidia-fabricmanager; its package must have exactly the version of the driver"
-ALONE = ", unless it is one GPU alone in a virtual machine"
+START = "run sudo systemctl status nvidia-fabricmanager; its package must have exactly the driver's version"
+SINGLE = ", unless it is the only GPU of a virtual machine"
 
 
-def ask(*command: str) -> str:
+def output_of(*command: str) -> str:
+    """The standard output of a command, or "" if it cannot run or takes over 3 s."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=3, check=False
@@ -26,7 +27,7 @@ def ask(*command: str) -> str:
 
 
 def fabric_of(report: str) -> Tuple[Dict[str, str], str]:
-    """GPU to `State/Status` of its section Fabric in `nvidia-smi -q`, and the driver version."""
+    """The `State/Status` of each GPU, from the section Fabric of `nvidia-smi -q`, and the driver version."""
     gpu, inside = "", False
     states: Dict[str, str] = {}
     for line in report.splitlines():
@@ -41,8 +42,8 @@ def fabric_of(report: str) -> Tuple[Dict[str, str], str]:
     return states, driver[1] if driver else ""
 
 
-def switches() -> int:
-    """NVSwitches that this system sees: NVIDIA bridges of PCI class 0x0680."""
+def count_switches() -> int:
+    """The number of NVSwitches that this system sees: NVIDIA bridges of PCI class 0x0680."""
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         try:
@@ -56,7 +57,7 @@ def switches() -> int:
 def is_running(name: str) -> bool:
     for comm in Path("/proc").glob("[0-9]*/comm"):
         try:
-            if comm.read_text().strip() == name[:15]:  # what the kernel keeps of a name
+            if comm.read_text().strip() == name[:15]:  # the kernel keeps 15 characters of a name
                 return True
         except OSError:
             continue
@@ -64,6 +65,7 @@ def is_running(name: str) -> bool:
 
 
 def is_in(path: str, text: str) -> bool:
+    """Does the first paragraph of the file contain this text? False if the file cannot be read."""
     try:
         return text in Path(path).read_text().split("\n\n", 1)[0]
     except OSError:
@@ -71,15 +73,16 @@ def is_in(path: str, text: str) -> bool:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Would CUDA start on every GPU here, as far as the NVLink fabric decides it?"""
+    """Does the NVLink fabric let CUDA start on every GPU of this node?"""
     saved = params["smi"]
     try:
-        report = saved.read_text(errors="replace") if saved else ask("nvidia-smi", "-q")
+        report = saved.read_text(errors="replace") if saved else output_of("nvidia-smi", "-q")
     except OSError as error:
         return unknown(f"{saved}: {error.strerror}")
     states, driver = fabric_of(report)
     if not driver:
-        return unknown("no answer of nvidia-smi -q", advice="on the GPU node, or with --set smi=FILE of nvidia-smi -q")
+        advice = "run this on the GPU node, or save the output of nvidia-smi -q there and run --set smi=FILE"
+        return unknown("nvidia-smi -q reports no driver", advice=advice)
     attached = re.search(r"Attached GPUs\s*:\s*(\d+)", report)
     if attached and len(states) < int(attached[1]) and states:
         states["others"] = "not reported"
@@ -90,12 +93,12 @@ def check(params: Mapping[str, Any]) -> Finding:
     failed = [gpu for gpu, state in states.items() if state.startswith("Completed") and "Success" not in state]
     if waiting or failed:
         names = ", ".join((waiting + failed)[:8])
-        return exposed(*evidence, f"not in the fabric: {names}; CUDA answers 802 there{ALONE}", advice=START)
+        return exposed(*evidence, f"not in the fabric: {names}; CUDA returns error 802 there{SINGLE}", advice=START)
     if saved:
         if states and all(state.startswith("Completed") for state in states.values()):
             return clear(*evidence)
-        why = "no GPU reports a fabric: none is needed (PCIe cards), or it is an A100, whose driver does not report it"
-        return unknown(*evidence, why, advice="on the node itself, where the switches and the service can be seen")
+        why = "not every GPU reports its fabric; PCIe cards need none, and for an A100 the driver does not report it"
+        return unknown(*evidence, why, advice="run this on the node, where kb sees the switches and the service")
     is_complete = bool(states) and all(state.startswith("Completed") for state in states.values())
     names = ", ".join(sorted(set(re.findall(r"Product Name\s*:\s*(.+)", report))))
     return on_this_machine(evidence, driver, is_complete, names)
@@ -105,30 +108,31 @@ WITHOUT_SWITCH = re.compile(r"PCI[eE]|NVL\b|GeForce|RTX|Quadro|TITAN|Tesla (T4|P
 
 
 def on_this_machine(evidence: List[str], driver: str, completed: bool, names: str) -> Finding:
-    seen, running = switches(), is_running("nv-fabricmanager")
-    match = re.search(r"\d{3}\.\d+(\.\d+)?", ask("nv-fabricmanager", "-v"))
-    evidence = [*evidence, f"{seen} NVSwitches on PCI, nv-fabricmanager {'runs' if running else 'does not run'}"]
-    no_fabric = not (seen or completed) and bool(WITHOUT_SWITCH.search(names))
+    """The finding from the switches, the service and its version on this machine."""
+    switches, running = count_switches(), is_running("nv-fabricmanager")
+    match = re.search(r"\d{3}\.\d+(\.\d+)?", output_of("nv-fabricmanager", "-v"))
+    evidence = [*evidence, f"{switches} NVSwitches on PCI, nv-fabricmanager {'runs' if running else 'does not run'}"]
+    no_fabric = not (switches or completed) and bool(WITHOUT_SWITCH.search(names))
     if match and match[0] != driver and not no_fabric:
-        evidence.append(f"the installed fabric manager is {match[0]}: it refuses driver {driver} at its next start")
+        evidence.append(f"the installed fabric manager is {match[0]}, and refuses driver {driver} when it next starts")
         return exposed(*evidence, advice="install the fabric manager of the driver's exact version, and hold both back")
     if completed:
-        note = "NVLS wants the GPUs reset after each restart of the manager, which cannot be seen from here"
+        note = "NVLS needs a GPU reset after each restart of the fabric manager; kb cannot see whether that was done"
         return clear(*evidence, f"all GPUs have joined the fabric; {note}")
-    if seen and not running:
-        if not is_in("/proc/2/comm", "kthreadd"):  # a container, or /proc with hidepid
-            return unknown(*evidence, "the host's processes cannot be seen from here", advice="on the host itself")
-        return exposed(*evidence, "switches without their manager: CUDA answers 802", advice=START)
-    if seen:
-        return unknown(*evidence, "the manager runs; this driver does not report the fabric state of these GPUs")
+    if switches and not running:
+        if not is_in("/proc/2/comm", "kthreadd"):  # this is a container, or /proc has hidepid
+            return unknown(*evidence, "kb cannot see the host's processes from here", advice="run this on the host")
+        return exposed(*evidence, "the node has switches but no fabric manager: CUDA returns error 802", advice=START)
+    if switches:
+        return unknown(*evidence, "the manager runs, but this driver does not report the fabric state of these GPUs")
     if is_in("/proc/cpuinfo", " hypervisor"):
-        return unknown(*evidence, "a virtual machine: the switches and their manager may belong to the host")
+        return unknown(*evidence, "this is a virtual machine: its switches and their manager may belong to the host")
     if not no_fabric:
         return unknown(*evidence, f"{names or 'no product name'}: B200 and newer boards show no switch on the PCI bus")
-    return clear(*evidence, "no NVSwitch, and cards that have none: there is no fabric to manage")
+    return clear(*evidence, "the node has no NVSwitch, and its cards need none, so there is no fabric to manage")
 
 
 probe = Probe(
-    params={"smi": Param("path", "saved output of `nvidia-smi -q` of the node in question")},
+    params={"smi": Param("path", "saved output of `nvidia-smi -q` from the node in question")},
     check=check,
 )

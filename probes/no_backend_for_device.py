@@ -1,4 +1,4 @@
-"""A collective of a CPU tensor in a group whose only backend is for GPUs."""
+"""A collective receives a CPU tensor, but the only backend of its process group is for GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kb.probe import (
 
 
 def join(ctx: Context, *, both: bool) -> Any:
-    """A group for CUDA tensors, or for both. Without a GPU gloo has the place of NCCL in it."""
+    """Creates a process group for CUDA tensors, or for CUDA and CPU tensors; without a GPU, gloo stands for NCCL."""
     import torch.distributed as dist
 
     store = dist.FileStore(ctx.path("store"), ctx.world_size)
@@ -42,7 +42,7 @@ def join(ctx: Context, *, both: bool) -> Any:
 
 
 def reduce(ctx: Context, *, both: bool = False, second_group: bool = False) -> None:
-    """A counter of the loop, which nobody moved to the GPU."""
+    """Reduces a counter that is still on the CPU."""
     import torch
 
     dist = join(ctx, both=both)
@@ -57,7 +57,7 @@ def reduce(ctx: Context, *, both: bool = False, second_group: bool = False) -> N
 
 
 def sharded(ctx: Context) -> Any:
-    """A parameter whose shard and gradient are in host memory, as FSDP2 leaves them with CPU offload."""
+    """A parameter whose shard and gradient are in host memory, as under FSDP2 with CPU offload."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -69,7 +69,7 @@ def sharded(ctx: Context) -> Any:
 
 
 def use_shards(ctx: Context, *, both: bool, call: str) -> None:
-    """Clip sharded gradients, or gather a sharded parameter."""
+    """Clips sharded gradients (`clip`), or gathers a sharded parameter (`gather`)."""
     import torch
 
     join(ctx, both=both)
@@ -84,6 +84,7 @@ def use_shards(ctx: Context, *, both: bool, call: str) -> None:
 
 
 def save(ctx: Context, *, both: bool) -> None:
+    """Saves a checkpoint with async_save, and loads it again."""
     import torch
     import torch.distributed.checkpoint as checkpoint
 
@@ -97,7 +98,7 @@ def save(ctx: Context, *, both: bool) -> None:
 
 
 def wrap(ctx: Context, *, both: bool) -> None:
-    """The model was not moved. With both backends that is no error: it trains on the CPU."""
+    """Wraps a model that is still on the CPU; with both backends this is no error, and the model trains on the CPU."""
     import torch
 
     join(ctx, both=both)
@@ -109,7 +110,7 @@ def wrap(ctx: Context, *, both: bool) -> None:
 
 
 def average(ctx: Context, *, divide: bool) -> None:
-    """Up to torch 2.7 gloo has no average, which NCCL has."""
+    """Averages a loss over the ranks; NCCL has ReduceOp.AVG, but gloo has none up to torch 2.7."""
     import torch
 
     dist = join(ctx, both=True)
@@ -125,6 +126,7 @@ def average(ctx: Context, *, divide: bool) -> None:
 
 
 def send(ctx: Context, *, converted: bool, kind: str) -> None:
+    """Broadcasts an int16 tensor, a sparse tensor, or a sparse buffer of a DDP model, as it is or converted."""
     import torch
 
     dist = join(ctx, both=True)
@@ -138,12 +140,13 @@ def send(ctx: Context, *, converted: bool, kind: str) -> None:
         torch.nn.parallel.DistributedDataParallel(module)
     try:
         dist.broadcast(tensor, src=0)
-    except NotImplementedError as error:  # pages of text
+    except NotImplementedError as error:  # its text is pages long
         raise Symptom(str(error)[:120]) from None
     assert tensor.sum().item() == 4, tensor
 
 
 def compute(ctx: Context, *, both: bool) -> None:
+    """Computes a torchmetrics metric on the CPU, which gathers its state from all ranks."""
     import torchmetrics  # type: ignore[import-not-found]
 
     join(ctx, both=both)
@@ -154,14 +157,15 @@ def compute(ctx: Context, *, both: bool) -> None:
     ctx.meet("computed")
 
 
-# --- the check: an accelerate configuration with FSDP2 and CPU offload, and a release that starts nccl alone ----------
+# --- the check: an accelerate configuration with FSDP2 and CPU offload, and a release that starts only nccl -----------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Does the configuration use FSDP2 with CPU offload, with an accelerate that starts only nccl?"""
     from kb.training_config import UnreadableConfig, read_config
 
     if params["config"] is None:
-        return unknown("no configuration was given, and code is not read", advice="kb check --config FILE")
+        return unknown("kb needs your configuration; it does not read code", advice="run kb check --config FILE")
     try:
         values = read_config(Path(params["config"])).values
     except (UnreadableConfig, OSError, ValueError, RecursionError) as error:
@@ -169,38 +173,40 @@ def check(params: Mapping[str, Any]) -> Finding:
     fsdp = values.get("fsdp_config")
     fsdp = fsdp if isinstance(fsdp, dict) else {}
     if fsdp.get("fsdp_offload_params") not in (True, "true", "True") or fsdp.get("fsdp_version") not in (2, "2"):
-        return unknown("no FSDP2 with fsdp_offload_params in this file; the code is not read")
+        return unknown("this file has no FSDP2 with fsdp_offload_params; kb does not read the code")
     kind = values.get("distributed_type")
     if (kind is not None and str(kind).upper() != "FSDP") or values.get("use_cpu") in (True, "true", "True"):
-        return unknown("fsdp_config is there, and the job is not one of FSDP on GPUs by this file")
+        return unknown("this file has fsdp_config, but the job does not use FSDP on GPUs")
     installed = release("accelerate")
     if not installed:
-        return unknown("FSDP2 with fsdp_offload_params, and no accelerate in this interpreter", advice="--python PATH")
-    said = "FSDP2 with fsdp_offload_params, accelerate %d.%d" % installed[:2]
+        why = "the job uses FSDP2 with fsdp_offload_params, but this interpreter has no accelerate"
+        return unknown(why, advice="run this with --python PATH, the interpreter of the job")
+    evidence = "the job uses FSDP2 with fsdp_offload_params, and accelerate %d.%d starts" % installed[:2]
     if installed < (1, 9):
-        advice = "accelerate>=1.9, or InitProcessGroupKwargs(backend=...), unless the code has it already"
-        return exposed(said + " starts nccl alone", advice=advice)
-    return unknown(said + " starts both; a group that the code starts itself is not seen")
+        advice = "use accelerate>=1.9, or InitProcessGroupKwargs(backend=...), unless the code has it already"
+        return exposed(evidence + " only nccl", advice=advice)
+    return unknown(evidence + " nccl and gloo; kb does not see a group that the code starts itself")
 
 
-NONE = r"No backend type associated with device type cpu"
-AVERAGE = r"Cannot use ReduceOp\.AVG with Gloo"
+NO_BACKEND = r"No backend type associated with device type cpu"
 SPARSE = r"c10d::broadcast_' with arguments from the 'SparseCPU' backend"
-FOR = "a group of NCCL: gloo, registered for CUDA tensors; torch looks for the backend by the device either way"
-ONE, BOTH = "the group has a backend for CUDA tensors only", "it has gloo for CPU tensors too"
+STANDS_FOR = (
+    "a group of NCCL; gloo is registered for CUDA tensors, and torch chooses the backend by device in both cases"
+)
+ONE, BOTH = "the group has a backend only for CUDA tensors", "the group has gloo for CPU tensors too"
 IN_VAIN = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 def pair(
     name: str, job: Callable[..., None], expect: Expect, because: str, fix: str, keyword: str, **changes: Any
 ) -> Experiment:
-    """`keyword` is off in the control arm and on in the treatment."""
+    """An experiment whose job gets `keyword=False` in the control arm and `keyword=True` in the treatment."""
     off, on = partial(job, **{keyword: False}), partial(job, **{keyword: True})
-    control = Arm(off, expect, because, "stand-in", FOR, env=IN_VAIN)
-    return Experiment(name, control, Arm(on, completed(), fix, "stand-in", FOR, env=IN_VAIN), **changes)
+    control = Arm(off, expect, because, "stand-in", STANDS_FOR, env=IN_VAIN)
+    return Experiment(name, control, Arm(on, completed(), fix, "stand-in", STANDS_FOR, env=IN_VAIN), **changes)
 
 
-both = partial(pair, expect=raised(NONE), because=ONE, fix=BOTH, keyword="both")
+both = partial(pair, expect=raised(NO_BACKEND), because=ONE, fix=BOTH, keyword="both")
 single = partial(pair, keyword="converted", world_size=1)
 SAVES = Needs(packages={"torch": ">=2.3"})
 OLD, SHARDS = Needs(packages={"torch": ">=2.2,<2.8"}), Needs(packages={"torch": ">=2.5"})
@@ -216,19 +222,37 @@ probe = Probe(
             "async-save", save, expect=raised("A CPU backend must be enabled for async save"), world_size=1, needs=SAVES
         ),
         both("ddp", wrap, world_size=1),
-        both("second-group", reduce, fix="a second group, of gloo", keyword="second_group"),
+        both("second-group", reduce, fix="the counter is reduced in a second group, of gloo", keyword="second_group"),
         pair(
             "average",
             average,
             raised("ReduceOp.AVG with Gloo"),
-            "AVG",
-            "a sum, divided",
+            "the code uses ReduceOp.AVG, which this gloo does not have",
+            "the code sums the losses and divides by the number of ranks",
             "divide",
             needs=OLD,
         ),
-        single("sparse", partial(send, kind="sparse"), symptom(SPARSE), "a sparse tensor", "made dense"),
-        single("buffer", partial(send, kind="buffer"), raised("No support for sparse tensors"), "sparse", "dense"),
-        single("type", partial(send, kind="int16"), raised("Invalid scalar type"), "int16 on gloo", "int32"),
+        single(
+            "sparse",
+            partial(send, kind="sparse"),
+            symptom(SPARSE),
+            "the broadcast gets a sparse tensor",
+            "the tensor is converted to a dense one",
+        ),
+        single(
+            "buffer",
+            partial(send, kind="buffer"),
+            raised("No support for sparse tensors"),
+            "the DDP model has a sparse buffer",
+            "the buffer is converted to a dense one",
+        ),
+        single(
+            "type",
+            partial(send, kind="int16"),
+            raised("Invalid scalar type"),
+            "the broadcast gets an int16 tensor, which gloo does not support",
+            "the tensor is converted to int32",
+        ),
         both("torchmetrics", compute, needs=Needs(packages={"torch": ">=2.2", "torchmetrics": ">=1.0"})),
     ),
 )

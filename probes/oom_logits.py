@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary: the whole batch's logits at once, or one slice of tokens after the other."""
+"""A loss over a large vocabulary creates the logits of all tokens at once, or of one slice of tokens at a time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, cle
 from kb.training_config import UnreadableConfig, micro_batch_tokens, read_config
 
 GIB = 1 << 30
-HIDDEN, VOCAB, SLICES = 16, 16384, 8  # bfloat16 on a CPU is slow: few features, and logits of full size
+HIDDEN, VOCAB, SLICES = 16, 16384, 8  # bfloat16 is slow on a CPU, so the hidden states are narrow
 CPU_TOKENS, GPU_TOKENS = 1024, 8192  # 64 and 512 MiB of float32 logits
 GPU_MIB = 1024
 PEAK = 12  # bytes per logit, measured below in the backward: log-softmax 4, two float32 gradients 4 + 4
-WAYS = ("whole", "layers", "slices", "checkpoint", "batches")
+METHODS = ("whole", "layers", "slices", "checkpoint", "batches")
 
 
-def step(ctx: Context, *, way: str, room_mib: int = 140) -> None:
-    """Loss and backward of one micro batch, from the hidden states on. The arms differ in the way."""
+def step(ctx: Context, *, method: str, room_mib: int = 140) -> None:
+    """Runs the head, the loss and the backward of one micro batch; the arms differ in the method.
+
+    On a CPU, the process may add only `room_mib` to its address space. The loss and the gradient of the head must equal
+    those of the usual method.
+    """
     import torch
 
     on_gpu = ctx.device.type == "cuda"
@@ -30,7 +34,8 @@ def step(ctx: Context, *, way: str, room_mib: int = 140) -> None:
     labels = torch.randint(VOCAB, (tokens,), device=ctx.device)
     few = tokens // SLICES
     if not on_gpu:
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: the fragments of glibc's heap play no part
+        # M_MMAP_THRESHOLD: a large tensor gets its own mapping, so that fragments of glibc's heap do not count
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)
     before, old_peak = memory(on_gpu), memory(on_gpu, peak=True)
     expected = backward(hidden[:few], head, labels[:few], "whole")
     if memory(on_gpu, peak=True) > old_peak:
@@ -39,51 +44,52 @@ def step(ctx: Context, *, way: str, room_mib: int = 140) -> None:
     if not on_gpu:
         limit_address_space(room_mib << 20)
     ctx.reached()
-    backward(hidden, head, labels, way)
+    backward(hidden, head, labels, method)
     head.grad = None
-    same = backward(hidden[:few], head, labels[:few], way)
-    torch.testing.assert_close(same, expected, rtol=1e-2, atol=1e-2)
+    loss = backward(hidden[:few], head, labels[:few], method)
+    torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(head.grad, gradient, rtol=5e-2, atol=1e-3)
 
 
-def backward(hidden: Any, head: Any, labels: Any, way: str) -> Any:
-    """The gradient of the mean loss, made in this way; the loss."""
+def backward(hidden: Any, head: Any, labels: Any, method: str) -> Any:
+    """Computes the gradient of the mean loss by this method, and returns the loss."""
     import torch
     import torch.nn.functional as F  # noqa: N812
     from torch.utils.checkpoint import checkpoint
 
-    assert way in WAYS, way
+    assert method in METHODS, method
     few = len(labels) // SLICES
 
     def head_and_loss(hidden: Any, labels: Any) -> Any:
         return ForCausalLMLoss(hidden @ head.T, labels)
 
-    if way == "batches":
-        summed = 0.0
+    if method == "batches":
+        mean = 0.0
         for start in range(0, len(labels), few):
-            mine = head_and_loss(hidden[start : start + few], labels[start : start + few]) / len(labels)
-            mine.backward()
-            summed += mine.item()
-        return torch.tensor(summed, device=hidden.device)
-    if way == "checkpoint":
+            share = head_and_loss(hidden[start : start + few], labels[start : start + few]) / len(labels)
+            share.backward()
+            mean += share.item()
+        return torch.tensor(mean, device=hidden.device)
+    if method == "checkpoint":
         total: Any = 0.0
         for start in range(0, len(labels), few):
             part = hidden[start : start + few], labels[start : start + few]
             total = total + checkpoint(head_and_loss, *part, use_reentrant=False)
         loss = total / (labels != -100).sum()
-    elif way == "slices":
+    elif method == "slices":
         starts = range(0, len(labels), few)
         total = sum(head_and_loss(hidden[start : start + few], labels[start : start + few]) for start in starts)
         loss = total / len(labels)
     else:
-        if way == "layers":
+        if method == "layers":
             hidden = checkpoint(F.gelu, checkpoint(F.gelu, hidden, use_reentrant=False), use_reentrant=False)
         loss = head_and_loss(hidden, labels) / len(labels)
     loss.backward()
     return loss.detach().float()
 
 
-def ForCausalLMLoss(logits: Any, labels: Any) -> Any:  # noqa: N802  # as transformers calls it, and does it
+def ForCausalLMLoss(logits: Any, labels: Any) -> Any:  # noqa: N802
+    """Has the name and the steps of the loss in transformers, because a signature reads the frames of the traceback."""
     import torch
 
     upcast = logits.float()
@@ -91,7 +97,7 @@ def ForCausalLMLoss(logits: Any, labels: Any) -> Any:  # noqa: N802  # as transf
 
 
 def memory(on_gpu: bool, peak: bool = False) -> int:
-    """Bytes in use, or at most in use so far: of the allocator on a GPU, else of the address space."""
+    """Bytes in use, or their peak so far: of torch's allocator on a GPU, otherwise of the address space."""
     if on_gpu:
         import torch
 
@@ -102,7 +108,7 @@ def memory(on_gpu: bool, peak: bool = False) -> int:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Tokens of a micro batch x vocabulary, against the allocation that failed or the memory of a GPU."""
+    """Compares tokens of a micro batch x vocabulary with the allocation that failed, or with the memory of a GPU."""
     values: Dict[str, Any] = {}
     if params["config"] is not None:
         try:
@@ -114,43 +120,46 @@ def check(params: Mapping[str, Any]) -> Finding:
     tried, card = (value if value and 0 < value < 1 << 20 else 0.0 for value in (tried, card))
     if not tokens or not vocab or tokens < 1 or vocab < 1 or not (tried or card):
         return unknown(
-            "tokens per micro batch, vocabulary, and the failed allocation or the GPU's memory are needed",
-            advice="--set tokens=8192 --set vocab=151936 --set tried=4.64 (GiB, from the error) or gpu_memory=79",
+            "kb needs the tokens per micro batch, the vocabulary, and the failed allocation or the GPU's memory",
+            advice="run --set tokens=8192 --set vocab=151936 --set tried=4.64 (GiB, from the error), or gpu_memory=79",
         )
-    sizes = {what: tokens * vocab * width / GIB for what, width in (("bf16", 2), ("fp32", 4))}
+    sizes = {dtype: tokens * vocab * width / GIB for dtype, width in (("bf16", 2), ("fp32", 4))}
     message = "%d tokens x %d words: logits of %.2f GiB in bf16" % (tokens, vocab, sizes["bf16"])
     message += ", %.2f in fp32, about %.2f GiB at the peak of the loss" % (sizes["fp32"], tokens * vocab * PEAK / GIB)
-    for what, size in sizes.items():
+    for dtype, size in sizes.items():
         if tried and tried > 0.09 and abs(tried - size) < 0.02 * size + 0.01:
-            return exposed(message, "the failed %.2f GiB are one %s tensor of logits" % (tried, what), advice=ADVICE)
+            return exposed(message, "the failed %.2f GiB are one %s tensor of logits" % (tried, dtype), advice=ADVICE)
     if tried:
-        return unknown(message, "the failed %.2f GiB are neither; a shorter batch than given is possible" % tried)
+        return unknown(message, "the failed %.2f GiB match neither; the batch may have had fewer tokens" % tried)
     if values.get("use_liger_kernel") is True or values.get("enable_liger_kernel") is True:
-        return unknown(message, "the Liger kernel is on, which makes no logits where it supports the model")
+        return unknown(message, "the Liger kernel is on, which creates no logits if it supports the model")
     share = tokens * vocab * PEAK / GIB / card
     evidence = "that is %.0f %% of a GPU of %.1f GiB" % (100 * share, card)
     if share > 0.25:
         return exposed(message, evidence, advice=ADVICE)
-    return clear(message, evidence) if share < 0.05 else unknown(message, evidence + ", besides all else that is on it")
+    if share < 0.05:
+        return clear(message, evidence)
+    return unknown(message, evidence + ", in addition to everything else on the GPU")
 
 
-ADVICE = "a loss in slices: use_liger_kernel, a current trl, a loop of your own, or fewer tokens"
-WHOLE = "the logits of all tokens are made, upcast and softmaxed at once"
-SLICED = "the same loss, one slice of tokens at a time, recomputed in the backward"
+ADVICE = "compute the loss in slices (use_liger_kernel, a current trl, or your own loop), or use fewer tokens"
+WHOLE = "the loss creates, upcasts and softmaxes the logits of all tokens at once"
+SLICED = "the loss processes one slice of tokens at a time, and recomputes it in the backward"
 
 
 def experiment(
     name: str,
-    way: str,
+    method: str,
     because: str,
-    failing: str = "whole",
-    fails: str = WHOLE,
+    failing_method: str = "whole",
+    control_because: str = WHOLE,
     room_mib: int = 140,
 ) -> Experiment:
-    control, treatment = (partial(step, way=one, room_mib=room_mib) for one in (failing, way))
+    control = partial(step, method=failing_method, room_mib=room_mib)
+    treatment = partial(step, method=method, room_mib=room_mib)
     return Experiment(
         name=name,
-        control=Arm(control, HOST_OOM, because=fails, fidelity="stand-in", stands_for=LIMITED_ADDRESS_SPACE),
+        control=Arm(control, HOST_OOM, control_because, fidelity="stand-in", stands_for=LIMITED_ADDRESS_SPACE),
         treatment=Arm(treatment, completed(), because=because, fidelity="stand-in", stands_for=LIMITED_ADDRESS_SPACE),
         world_size=1,
         needs=Needs(packages={"torch": ">=2.1"}),
@@ -164,7 +173,7 @@ rlimit = experiment("rlimit", "checkpoint", SLICED)
 probe = Probe(
     check=check,
     params={
-        "config": Param("path", "your training configuration, for tokens per micro batch"),
+        "config": Param("path", "your training configuration, for the tokens per micro batch"),
         "tokens": Param("int", "tokens of one micro batch: batch size x padded length"),
         "vocab": Param("int", "vocab_size of the model's config.json"),
         "tried": Param("float", "GiB that the error tried to allocate"),
@@ -175,8 +184,8 @@ probe = Probe(
         rlimit,
     ),
     variants=(
-        experiment("fewer-tokens", "batches", "an eighth of the tokens at a time, each with its own backward"),
-        experiment("layer-checkpointing", "checkpoint", SLICED, "layers", WHOLE + "; the layers are checkpointed"),
-        experiment("kept-slices", "checkpoint", SLICED, "slices", "slices that autograd keeps", room_mib=60),
+        experiment("fewer-tokens", "batches", "each micro batch has an eighth of the tokens and its own backward"),
+        experiment("layer-checkpointing", "checkpoint", SLICED, "layers", WHOLE + "; only the layers are checkpointed"),
+        experiment("kept-slices", "checkpoint", SLICED, "slices", "autograd keeps the slices", room_mib=60),
     ),
 )
