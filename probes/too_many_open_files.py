@@ -1,6 +1,6 @@
-"""Every tensor that a worker sent holds a descriptor open in the parent, as long as the tensor exists.
+"""Each tensor from a worker holds a file descriptor open in the parent, as long as the tensor exists.
 
-Batches that a loop keeps, or batches of many tensors that wait to be used.
+The process reaches its limit because the loop keeps batches, or because batches of many tensors wait in the loader.
 """
 
 import gc
@@ -42,7 +42,7 @@ def evaluate(
     raise_limit: bool = False,
     gc_too: bool = False,
 ) -> None:
-    """Collect what the loader gives, as an evaluation loop does with predictions, labels or ids."""
+    """Collects the labels of each batch, as an evaluation loop does; `keep` is what it appends to its list."""
     from torch.utils.data import DataLoader
 
     assert keep in KEEPS, keep
@@ -59,7 +59,7 @@ def evaluate(
     rows: Any = [{"labels": float(row)} for row in range(2 * limit)]
     if in_workers:
         (ctx.dir / "share.py").write_text(SHARE)
-        sys.path.insert(0, str(ctx.dir))  # a worker that is not forked imports it from there
+        sys.path.insert(0, str(ctx.dir))  # a worker that is not forked imports share.py from there
         rows = import_module("share").Rows(rows)
     labels: List[Any] = []
     for number, batch in enumerate(DataLoader(rows, num_workers=1, **options), 1):
@@ -74,11 +74,11 @@ def evaluate(
     assert sum(label.item() for label in labels) == sum(range(2 * limit))
 
 
-RECEIVED, TENSORS = 256, 40  # the limit of the process that receives, and the tensors of a batch
+RECEIVER_LIMIT, TENSORS = 256, 40  # open files of the receiving process, and tensors per batch
 
 
-class Slow:
-    """Batches of many small tensors. The first takes a while, so that those of other workers arrive before it."""
+class SlowFirstBatch:
+    """Batches of many small tensors; the first one is slow, so that those of other workers arrive before it."""
 
     def __len__(self) -> int:
         return 16
@@ -92,13 +92,13 @@ class Slow:
 
 
 def load(ctx: Context, *, stacked: bool = False, workers: int = 4, prefetch: int = 2, cloned: bool = False) -> None:
-    """Use the batches one by one and keep none. Those that arrive early wait in the loader."""
+    """Uses the batches one by one and keeps none, unless `cloned`; batches that arrive early wait in the loader."""
     import torch
     from torch.utils.data import DataLoader
 
     batches = iter(
         DataLoader(
-            Slow(),
+            SlowFirstBatch(),
             batch_size=None,
             num_workers=workers,
             prefetch_factor=prefetch,
@@ -106,15 +106,15 @@ def load(ctx: Context, *, stacked: bool = False, workers: int = 4, prefetch: int
             multiprocessing_context="fork",
         )
     )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (RECEIVED, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (RECEIVER_LIMIT, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     ctx.reached()
     kept = [[tensor.clone() for tensor in batch] for batch in batches] if cloned else []
     total = sum(float(sum(tensor.item() for tensor in batch)) for batch in (kept or batches))
-    assert total == TENSORS * sum(range(len(Slow()))), total
+    assert total == TENSORS * sum(range(len(SlowFirstBatch()))), total
 
 
 def synchronise(ctx: Context, *, destroyed: bool) -> None:
-    """A gloo group for each epoch, as a loader over a data pipe makes one to agree on a seed."""
+    """Creates a gloo group per epoch, as a loader over a data pipe does to agree on a seed."""
     dist = ctx.init_process_group(timeout_s=10)
     limit = ctx.params["limit"]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -129,19 +129,17 @@ def synchronise(ctx: Context, *, destroyed: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """How close is a process to its limit, and what does it hold open? Without a process: the limit of a new job."""
+    """How close is a process to its limit, and what does it hold open? Without a process, the limit of a new job."""
     pid = params["pid"]
     if pid is None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        message = (
-            f"a job started from here may open {soft} files per process (ulimit -n), and raise that to {hard} itself"
-        )
-        advice = "--set pid=PID, the training process, tells how much of it is used"
-        return unknown(message, "what a job needs depends on what it keeps", advice=advice)
+        message = f"a job started from here may open {soft} files per process (ulimit -n), and may raise that to {hard}"
+        advice = "run --set pid=PID with the training process, to see how many it has open"
+        return unknown(message, "how many a job needs depends on what it keeps", advice=advice)
     try:
         soft, kinds = open_files(Path(f"/proc/{pid}"))
     except (OSError, ValueError) as error:
-        return unknown(f"process {pid} cannot be looked into, it may be gone or belong to somebody else: {error}")
+        return unknown(f"kb cannot read process {pid}, which may be gone or belong to another user: {error}")
     used = sum(kinds.values())
     evidence = [f"process {pid} has {used} of {soft} descriptors open"]
     evidence += [f"{number} are {kind}" for kind, number in kinds.most_common(4)]
@@ -149,13 +147,14 @@ def check(params: Mapping[str, Any]) -> Finding:
         kind = kinds.most_common(1)[0][0]
         advice = "close them, or raise ulimit -n"
         if "tensors" in kind:
-            advice = "if they grow: clone what the loop keeps; if not: stack tensors in collate_fn, or fewer workers"
+            advice = "if they grow, clone what the loop keeps; if not, stack tensors in collate_fn or use fewer workers"
         return exposed(*evidence, advice=advice)
-    advice = "look again in a minute: it is the growth that matters; workers are processes of their own"
-    return unknown(*evidence, "it is below 70 % of its limit now", advice=advice)
+    advice = "look again in a minute, because the growth matters; check the workers too, which are separate processes"
+    return unknown(*evidence, "it is now below 70 % of its limit", advice=advice)
 
 
 def open_files(process: Path) -> Tuple[int, "Counter[str]"]:
+    """The soft limit of a process, and its descriptors counted by kind; raises OSError or ValueError."""
     limits = re.search(r"Max open files\s+(\d+)", (process / "limits").read_text())
     if limits is None:
         raise ValueError("its limit of open files is not a number")
@@ -163,8 +162,8 @@ def open_files(process: Path) -> Tuple[int, "Counter[str]"]:
     for descriptor in (process / "fd").iterdir():
         try:
             name = os.readlink(descriptor)
-        except OSError:  # closed meanwhile, or not ours to read
-            kinds["that cannot be read"] += 1
+        except OSError:  # it was closed in the meantime, or belongs to another user
+            kinds["unreadable"] += 1
             continue
         if name.startswith("/dev/shm/torch_"):
             kinds["tensors in shared memory, sent by workers"] += 1
@@ -179,10 +178,10 @@ MESSAGES = (
     r"Too many open files\. Communication with the workers is no longer possible"
     r"|received 0 items of ancdata|Errno 24\] Too many open files|enforce fail at .{1,200}Too many open files"
 )
-RETAINED = "the loop keeps each batch as the worker sent it, and the limit is lower than their number"
-WAITING = "six batches of 40 tensors from three workers wait for the first of the fourth; the limit is 256 files"
+RETAINED = "the loop keeps each batch as the worker sent it, and there are more batches than the limit of open files"
+WAITING = "six batches of 40 tensors from three workers wait for a batch of the fourth; the limit is 256 files"
 CLONED = "the loop keeps a copy of each batch"
-STACKED = "the same batches, each stacked into one tensor by the worker"
+STACKED = "the worker stacks each batch into one tensor"
 
 
 def experiment(
@@ -206,56 +205,56 @@ FORK_SERVER = replace(
     experiment(
         "fork-server",
         partial(evaluate, keep="batch", by_file_system=True, start="forkserver"),
-        "the parent alone has the strategy file_system; a worker of a fork server does not inherit it",
+        "only the parent sets the strategy file_system, and a worker of a fork server does not inherit it",
         partial(evaluate, keep="batch", by_file_system=True, in_workers=True, start="forkserver"),
-        "the module of the dataset sets it, which the worker imports too",
+        "the module of the dataset sets the strategy, and the worker imports that module too",
     ),
-    deadline_s=150,  # its worker imports torch afresh
+    deadline_s=150,  # a worker that is not forked imports torch itself
     expected_s=(8.0, 9.0),
 )
 
 probe = Probe(
     check=check,
     params={
-        "limit": Param("int", "the limit of open files in the experiment", 96),
-        "pid": Param("int", "a running training process that the check looks into"),
+        "limit": Param("int", "limit of open files in the experiment", 96),
+        "pid": Param("int", "a running training process, for the check"),
     },
     experiments=(experiment("dataloader", keep, RETAINED, clone, CLONED),),
     variants=(
         experiment(
             "numpy",
             partial(evaluate, keep="numpy"),
-            "the loop keeps .numpy() of each batch, which is no copy",
+            "the loop keeps .numpy() of each batch, which is not a copy",
             clone,
             CLONED,
         ),
         experiment(
             "gc",
             partial(evaluate, keep="batch", gc_too=True),
-            RETAINED + "; gc.collect() each time",
+            RETAINED + "; it calls gc.collect() after each",
             partial(evaluate, keep="clone", gc_too=True),
-            CLONED + "; gc.collect() each time",
+            CLONED + "; it calls gc.collect() after each",
         ),
         experiment(
             "limit",
             keep,
             RETAINED,
             partial(evaluate, keep="batch", raise_limit=True),
-            "the soft limit is raised, within the hard one",
+            "the script raises the soft limit, up to the hard limit",
         ),
         experiment(
             "file-system",
             keep,
             RETAINED,
             partial(evaluate, keep="batch", by_file_system=True),
-            "the strategy file_system: names instead of descriptors",
+            "the strategy file_system shares tensors by name instead of by descriptor",
         ),
         FORK_SERVER,
         experiment("in-flight", load, WAITING, stack, STACKED),
         experiment(
             "clone-in-flight",
             partial(load, cloned=True),
-            WAITING + "; each is cloned",
+            WAITING + "; the loop clones each tensor",
             partial(load, stacked=True, cloned=True),
             STACKED,
         ),
@@ -264,15 +263,15 @@ probe = Probe(
             load,
             WAITING,
             partial(load, workers=1),
-            "one worker: batches come in order, and none waits in the receiving process",
+            "there is one worker, so batches arrive in order and none waits in the receiving process",
         ),
-        experiment("prefetch", load, WAITING, partial(load, prefetch=1), "each worker is one batch ahead, not two"),
+        experiment("prefetch", load, WAITING, partial(load, prefetch=1), "each worker prefetches one batch, not two"),
         experiment(
             "groups",
             partial(synchronise, destroyed=False),
-            "a gloo group is made each epoch and only dropped; its pipes and sockets stay open",
+            "the job creates a gloo group per epoch and destroys none, so their pipes and sockets stay open",
             partial(synchronise, destroyed=True),
-            "each group is destroyed before the next is made",
+            "the job destroys each group before it creates the next",
         ),
     ),
 )
