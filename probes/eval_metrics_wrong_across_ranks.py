@@ -1,4 +1,4 @@
-"""Five samples on two ranks: the metric of all ranks against that of one process, which is 0.6 for the accuracy."""
+"""Evaluates five samples on two ranks and compares each metric with that of one process, whose accuracy is 0.6."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
-SCORES, LABELS = (2.0, -1.0, 1.0, 0.5, -3.0), (1, 1, 1, 0, 0)  # samples 0, 2 and 4 are right: those of rank 0
+SCORES, LABELS = (2.0, -1.0, 1.0, 0.5, -3.0), (1, 1, 1, 0, 0)  # samples 0, 2 and 4, those of rank 0, are right
 
 
 def make(ctx: Context, samples: int = 5) -> Tuple[Any, Any, Any, Any]:
-    """torch, its collectives, a model, and a data set of indices and labels."""
+    """Returns torch, torch.distributed, a model, and a dataset of indices and labels."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=15)
@@ -24,33 +24,40 @@ def make(ctx: Context, samples: int = 5) -> Tuple[Any, Any, Any, Any]:
 
 
 def f1(tp: float, fp: float, fn: float) -> float:
+    """The F1 score from true positives, false positives and false negatives."""
     return 2 * tp / (2 * tp + fp + fn)
 
 
 def auc(rows: List[Any]) -> float:
+    """The AUC of (score, label) rows."""
     pairs = [(high, low) for high, right in rows if right for low, wrong in rows if not wrong]
     return len([high for high, low in pairs if high > low]) / len(pairs)
 
 
-def confusion(found: Any, y: Any) -> List[int]:
-    return [int(((found == p) & (y == t)).sum()) for p, t in ((1, 1), (1, 0), (0, 1))]
+def confusion(predicted: Any, y: Any) -> List[int]:
+    """Counts true positives, false positives and false negatives."""
+    return [int(((predicted == p) & (y == t)).sum()) for p, t in ((1, 1), (1, 0), (0, 1))]
 
 
-def judge(name: str, got: float, count: float, model: Any, dataset: Any) -> None:
-    """Against one process that sees each sample once."""
+def judge(name: str, value: float, count: float, model: Any, dataset: Any) -> None:
+    """Raises Symptom if `value` or `count` differs from one process that sees each sample once."""
     import torch
 
     x, y = dataset[:]
     logits = model(x).detach()
     loss = torch.nn.functional.cross_entropy(logits, y).item()
-    wants = {"accuracy": (logits.argmax(-1) == y).float().mean().item(), "loss": loss, "perplexity": math.exp(loss)}
-    wants["F1"], wants["AUC"] = f1(*confusion(logits.argmax(-1), y)), auc(list(zip(logits[:, 1].tolist(), y.tolist())))
-    if abs(got - wants[name]) > 1e-4 or count != len(y):
-        raise Symptom("%s %.4f of %d samples, %.4f of all %d" % (name, got, count, wants[name], len(y)))
+    expected = {"accuracy": (logits.argmax(-1) == y).float().mean().item(), "loss": loss, "perplexity": math.exp(loss)}
+    expected["F1"] = f1(*confusion(logits.argmax(-1), y))
+    expected["AUC"] = auc(list(zip(logits[:, 1].tolist(), y.tolist())))
+    if abs(value - expected[name]) > 1e-4 or count != len(y):
+        raise Symptom("%s %.4f of %d samples, %.4f of all %d" % (name, value, count, expected[name], len(y)))
 
 
 def evaluate(ctx: Context, *, parts: str = "padded", real: bool = False, reduce: str = "sums", batch: int = 2) -> None:
-    """The accuracy in an evaluation loop of one's own."""
+    """Computes the accuracy in a custom evaluation loop.
+
+    `parts` says how the samples are split, `real` masks the padding, `reduce` says how the ranks are combined.
+    """
     torch, dist, model, dataset = make(ctx)
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -82,14 +89,14 @@ def evaluate(ctx: Context, *, parts: str = "padded", real: bool = False, reduce:
         dist.all_reduce(mean)
         accuracy = (mean / world_size if reduce == "means" else mean).item()
         dist.all_reduce(total)
-    else:  # what rank 0 logs
+    else:  # rank 0 logs its own share
         accuracy = (total[0] / total[1]).item()
     if reduce != "none" or rank == 0:
         judge("accuracy", accuracy, total[1].item(), model, dataset)
 
 
 def no_mean(ctx: Context, *, metric: str, pooled: bool) -> None:
-    """A metric that is no mean over samples; without `pooled` its mean over the ranks, weighted by their samples."""
+    """Computes a metric that is not a mean over samples; without `pooled`, averages it over the ranks."""
     torch, dist, model, dataset = make(ctx)
     from torch.nn.functional import cross_entropy
     from torch.utils.data import DataLoader
@@ -108,25 +115,25 @@ def no_mean(ctx: Context, *, metric: str, pooled: bool) -> None:
             every = [None] * dist.get_world_size()
             dist.all_gather_object(every, mine)
         merged = {i: pair for part in every for i, pair in part.items()}
-        got = auc(list(merged.values()))
+        value = auc(list(merged.values()))
     elif metric == "F1":
         counts = torch.tensor(confusion(logits.argmax(-1), y))  # true positives, false positives, false negatives
         if pooled:
             dist.all_reduce(counts)
-        got = f1(*counts.tolist())
+        value = f1(*counts.tolist())
     else:
         sums = torch.stack([cross_entropy(logits, y, reduction="sum"), count])
         if pooled:
             dist.all_reduce(sums)
-        got = math.exp(sums[0] / sums[1])
-    mean = torch.tensor(got) * count
+        value = math.exp(sums[0] / sums[1])
+    mean = torch.tensor(value) * count
     dist.all_reduce(mean)
     dist.all_reduce(count)
-    judge(metric, got if pooled else (mean / count).item(), count.item(), model, dataset)
+    judge(metric, value if pooled else (mean / count).item(), count.item(), model, dataset)
 
 
 def gather(ctx: Context, *, by_index: bool) -> None:
-    """Four samples on three ranks, two of them twice: the first four rows that were gathered, or a row per index."""
+    """Gathers four samples, two of them twice, from three ranks; keeps the first four rows, or one row per index."""
     torch, dist, model, dataset = make(ctx, samples=4)
     from torch.utils.data import DataLoader, DistributedSampler
 
@@ -142,7 +149,7 @@ def gather(ctx: Context, *, by_index: bool) -> None:
 
 
 def accelerated(ctx: Context, *, way: str) -> None:
-    """accelerate fills the last batches of all ranks with samples of the first."""
+    """Evaluates with accelerate, which fills the last batch of every rank with the first samples of the dataset."""
     torch, _, model, dataset = make(ctx)
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from torch.nn.functional import cross_entropy
@@ -178,7 +185,7 @@ def accelerated(ctx: Context, *, way: str) -> None:
 
 
 def trainer(ctx: Context, *, read: str = "eval_loss", scaled: bool = False, samples: int = 5) -> None:
-    """eval_loss of transformers.Trainer, or the loss that compute_metrics makes of all logits."""
+    """Reads eval_loss of transformers.Trainer, or the loss that compute_metrics computes from all logits."""
     torch, _, table, dataset = make(ctx, samples)
     from torch.nn.functional import cross_entropy
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
@@ -206,7 +213,7 @@ def trainer(ctx: Context, *, read: str = "eval_loss", scaled: bool = False, samp
 
 
 def lightning(ctx: Context, *, log: str = "object", own: bool = True, samples: int = 5) -> None:
-    """Trainer.validate with a value, a synchronised value or a metric that is logged; `own` is the sampler."""
+    """Runs Trainer.validate and logs a value, a synchronised value or a metric object; `own` uses a custom sampler."""
     import lightning.pytorch as pl  # type: ignore[import-not-found]
     import torchmetrics  # type: ignore[import-not-found]
 
@@ -243,7 +250,7 @@ def lightning(ctx: Context, *, log: str = "object", own: bool = True, samples: i
 
 
 def states(ctx: Context, *, declared: bool) -> None:
-    """A metric of one's own on torchmetrics, with or without add_state."""
+    """Computes a custom torchmetrics metric whose counter is declared with add_state, unless `declared` is False."""
     torch, dist, model, dataset = make(ctx)
     import torchmetrics
 
@@ -270,7 +277,10 @@ def states(ctx: Context, *, declared: bool) -> None:
 
 
 def pair(name: str, job: Callable[..., None], found: str, because: str, fix: str, **named: Any) -> Experiment:
-    """`named`: the keyword in which the arms differ with its two values, other keywords, and packages."""
+    """Returns an experiment; `found` is the value in the control arm.
+
+    `named` holds packages and keywords of the job; a keyword with a tuple has different values in the two arms.
+    """
     packages = {key: value for key, value in named.items() if key in ("accelerate", "transformers", *LIGHTNING)}
     rest = {key: value for key, value in named.items() if key not in packages}
     broken, fixed = ({k: v[i] if isinstance(v, tuple) else v for k, v in rest.items()} for i in (0, 1))
@@ -289,44 +299,63 @@ def pair(name: str, job: Callable[..., None], found: str, because: str, fix: str
 LIGHTNING = {"lightning": ">=2.2", "torchmetrics": ">=1.0"}
 HUGGING_FACE = {"accelerate": ">=0.30"}
 TRAINER = {"transformers": ">=4.48.3", **HUGGING_FACE}
-SCALED = {"transformers": ">=4.57", **HUGGING_FACE}  # an evaluation before passes no count
-FLOORED = {**LIGHTNING, "lightning": ">=2.2,<=2.6.6"}  # pull request 21839 is to mend it
+SCALED = {"transformers": ">=4.57", **HUGGING_FACE}  # older releases pass no count in the evaluation
+FLOORED = {**LIGHTNING, "lightning": ">=2.2,<=2.6.6"}  # pull request 21839 fixes this
 REAL, POOLED, STREAM = {"real": (False, True)}, (False, True), ("sharded stream", "stream")
 TWO, HALF = "loss 1.3638 of 4", "F1 0.5000 of 4"
 SIX, EIGHT, LOSS = "accuracy 0.6667 of 6", "accuracy 0.6250 of 8", "loss 0.5631 of 5"
-TWICE, MASKED, WHOLE = "the padding of the sampler is counted", "it is masked by its place", "no padding"
-OWN, SUMS, EVEN = "what rank 0 has", "sums and counts are added", "the ranks have two samples each"
-ADDED = "the means of both ranks are added, and not divided"
-MEAN, GATHER = "its mean over the ranks, by samples", "gather_for_metrics in each step, by sample"
-VALUE, OBJECT, ALL = "values per batch are logged, synchronised", "the metric object is", "one batch holds all"
-PADDED, LATE, OF_MEANS = "gather keeps the padding", "it is called once, after the loop", "each rank's mean is gathered"
-EACH_READS, ONE_READS = "each rank reads the stream, which has no length", "rank 0 reads it and deals it out"
-LOSSES, SAMPLES = "eval_loss is made of means per rank", "compute_metrics gets each sample once"
-TIMES_2, ONCE = "the model is taken to divide by the global count", "it is said that it does not"
-STATE = ("accuracy [01].0000 of [32]", "the counters are plain attributes", "they are states, and summed")
+TWICE, MASKED = "the code counts the padding of the sampler", "the code masks the padding by its position"
+WHOLE = "the sampler neither pads nor drops samples"
+OWN, SUMS = "only the share of rank 0 is logged", "the ranks add up sums and counts"
+EVEN = "sync_dist averages over the ranks, which have two samples each"
+ADDED = "the ranks add up their means and do not divide"
+MEAN = "the code averages the metric over the ranks, weighted by samples"
+GATHER = "each step calls gather_for_metrics with one value per sample"
+VALUE, OBJECT = "the module logs values per batch with sync_dist", "the module logs the metric object"
+ALL = "one batch holds all samples"
+PADDED, LATE = "gather keeps the padding", "gather_for_metrics is called once, after the loop"
+OF_MEANS = "each step gathers the mean of each rank"
+EACH_READS = "each rank reads the stream, which has no length"
+ONE_READS = "rank 0 reads the stream and distributes it"
+LOSSES, SAMPLES = "eval_loss averages the means of the ranks", "compute_metrics gets each sample once"
+TIMES_2 = "the Trainer assumes that the model divides by the global count"
+ONCE = "accepts_loss_kwargs=False says that the model does not"
+STATE = ("accuracy [01].0000 of [32]", "the counters are plain attributes", "add_state declares the counters")
 
 probe = Probe(
     experiments=(pair("padding", evaluate, SIX, TWICE, MASKED, **REAL),),
     variants=(
-        pair("batch", evaluate, SIX, TWICE + ", " + ALL, MASKED, batch=8, **REAL),
+        pair("batch", evaluate, SIX, TWICE + ", and " + ALL, MASKED, batch=8, **REAL),
         pair(
-            "drop-last", evaluate, "accuracy 0.5000 of 4", "one sample is left out", WHOLE, parts=("dropped", "whole")
+            "drop-last",
+            evaluate,
+            "accuracy 0.5000 of 4",
+            "drop_last leaves one sample out",
+            WHOLE,
+            parts=("dropped", "whole"),
         ),
         pair("share", evaluate, "accuracy 1.0000 of 3", OWN, SUMS, parts="whole", reduce=("none", "sums")),
         pair(
             "means",
             evaluate,
             "accuracy 0.5000 of 5",
-            "the means of both ranks are averaged",
+            "the code averages the means of both ranks",
             SUMS,
             parts="whole",
             reduce=("means", "sums"),
         ),
         pair("summed", evaluate, "accuracy 1.0000 of 5", ADDED, SUMS, parts="whole", reduce=("sum of means", "sums")),
-        pair("f1", no_mean, "F1 0.6000 of 5", MEAN, "its counts are added", metric="F1", pooled=POOLED),
-        pair("auc", no_mean, "AUC 0.6000 of 5", MEAN, "scores are gathered", metric="AUC", pooled=POOLED),
+        pair("f1", no_mean, "F1 0.6000 of 5", MEAN, "the ranks add up the counts of F1", metric="F1", pooled=POOLED),
+        pair("auc", no_mean, "AUC 0.6000 of 5", MEAN, "the ranks gather all scores", metric="AUC", pooled=POOLED),
         pair("perplexity", no_mean, "perplexity 1.9615 of 5", MEAN, SUMS, metric="perplexity", pooled=POOLED),
-        pair("cut", gather, "accuracy 0.5000 of 3", "the first four rows", "a row per index", by_index=POOLED),
+        pair(
+            "cut",
+            gather,
+            "accuracy 0.5000 of 3",
+            "the code keeps the first four rows",
+            "the code keeps one row per index",
+            by_index=POOLED,
+        ),
         pair("accelerate", accelerated, EIGHT, PADDED, GATHER, way=("gather", "metrics"), **HUGGING_FACE),
         pair("accelerate-late", accelerated, EIGHT, LATE, GATHER, way=("late", "metrics"), **HUGGING_FACE),
         pair("accelerate-mean", accelerated, LOSS, OF_MEANS, GATHER, way=("mean", "metrics"), **HUGGING_FACE),

@@ -1,4 +1,4 @@
-"""pip builds a package whose build imports torch, in an environment of its own, or with too many compilers at once."""
+"""pip builds a package whose build imports torch in an environment without torch, or with too many compilers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
 
 
 def write(folder: str, name: str, source: str, version: str) -> str:
-    """A wheel of one module; the build of the package writes its own with this function too."""
+    """Writes a wheel of one module and returns its file name; the build of the package uses this function too."""
     file = "%s-%s-py3-none-any.whl" % (name, version)
     info = "%s-%s.dist-info/" % (name, version)
     with zipfile.ZipFile(os.path.join(folder, file), "w") as wheel:
@@ -56,7 +56,7 @@ def write(folder: str, name: str, source: str, version: str) -> str:
 
 
 def prepare(ctx: Context, framework: str, requires: str) -> None:
-    """The sources of a package, `kernels`, whose build imports a framework as the setup.py of flash-attn does."""
+    """Writes the sources of a package, `kernels`, whose build imports a framework, as flash-attn's setup.py does."""
     import inspect
 
     sources = Path(ctx.path("sources"))
@@ -67,12 +67,15 @@ def prepare(ctx: Context, framework: str, requires: str) -> None:
 
 
 def pip_wheel(ctx: Context, options: List[str]) -> str:
-    """pip builds the wheel, without the network; the version that it was built for, or pip's last error."""
+    """Builds the wheel with pip, without the network, and returns the version that it was built for.
+
+    Raises Symptom with pip's last error if the build fails.
+    """
     pip = [sys.executable, "-m", "pip", "--isolated", "wheel", "--no-index", "--no-deps", "--no-cache-dir"]
     command = [*pip, *options, "-w", ctx.path("wheels"), ctx.path("sources")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    output = ran.stdout + ran.stderr
-    if ran.returncode:
+    process = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    output = process.stdout + process.stderr
+    if process.returncode:
         step = re.search(r"Getting requirements to build wheel did not run.*", output)
         errors = re.findall(r"^\s*(\w+Error: .*)", output, re.MULTILINE)
         raise Symptom("%s %s" % (step.group() if step else output[-400:], errors[-1] if errors else ""))
@@ -81,7 +84,7 @@ def pip_wheel(ctx: Context, options: List[str]) -> str:
 
 
 def build(ctx: Context, *, options: List[str]) -> None:
-    """torch is installed in this interpreter, and pip runs in it."""
+    """Builds the package with the pip of this interpreter, which has torch."""
     import torch
 
     prepare(ctx, "torch", "")
@@ -90,7 +93,7 @@ def build(ctx: Context, *, options: List[str]) -> None:
 
 
 def declare(ctx: Context, *, options: List[str]) -> None:
-    """The package declares its framework for the build; 1.0 is installed, and 2.0 is the newest that pip finds."""
+    """Builds a package that declares its framework as a build requirement; 1.0 is installed, and pip finds 2.0."""
     prepare(ctx, "framework", '"framework"')
     for version in ("1.0", "2.0"):
         Path(ctx.path(version)).mkdir()
@@ -114,7 +117,7 @@ mkdir "FOLDER/running/$$"; sleep 0.4; ls "FOLDER/running" | wc -l >> "FOLDER/cou
 
 
 def count_jobs(ctx: Context, *, max_jobs: str) -> None:
-    """torch's own build with ninja, of three sources; the compiler is a script that counts its copies."""
+    """Lets torch build three sources with ninja; the compiler is a script that counts its running copies."""
     from unittest.mock import patch
 
     import torch
@@ -137,72 +140,82 @@ def count_jobs(ctx: Context, *, max_jobs: str) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """What a build of flash-attn in this interpreter would meet; imports nothing and asks nobody on the network."""
+    """What would a build of flash-attn in this interpreter meet? Imports nothing and does not use the network."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
-        return exposed("torch is not installed in %s" % sys.executable, advice="install it first, in its own command")
+        return exposed(
+            "torch is not installed in %s" % sys.executable, advice="install torch first, with a separate command"
+        )
     try:
         text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
     except OSError as error:
-        return unknown("the version of torch cannot be read: %s" % error)
+        return unknown("kb cannot read the version of torch: %s" % error)
     version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
     cuda = re.search(r"^cuda\b[^=]*= '(\d+)", text, re.MULTILINE)
     if not version or re.search(r"^hip\b[^=]*= '", text, re.MULTILINE):
-        return unknown("this torch is built for ROCm, or names no version: not looked at")
+        return unknown("this torch is built for ROCm or shows no version, so kb cannot name a wheel")
     python, torch = "%d%d" % sys.version_info[:2], "%s.%s" % version.groups()
     evidence = ["torch %s, cp%s" % (torch, python)]
     if not cuda:
-        return exposed(*evidence, "this torch is built without CUDA", advice="install one with CUDA first")
+        return exposed(*evidence, "this torch is built without CUDA", advice="install a torch with CUDA first")
     try:
         extension, package = importlib.util.find_spec("flash_attn_2_cuda"), importlib.util.find_spec("flash_attn")
     except (ImportError, ValueError) as error:
-        return unknown(*evidence, "whether flash-attn is installed cannot be seen: %s" % error)
+        return unknown(*evidence, "kb cannot see whether flash-attn is installed: %s" % error)
     if extension and (extension.origin or "").endswith((".so", ".pyd")):
-        return clear(*evidence, "flash_attn_2_cuda is installed; that it loads is not known: extension-abi-mismatch")
+        return clear(*evidence, "flash_attn_2_cuda is installed; if it does not load, see extension-abi-mismatch")
     if package and package.origin:  # flash-attn-4 has a folder flash_attn without __init__.py
-        advice = "uninstall flash-attn; install it again, without FLASH_ATTENTION_SKIP_CUDA_BUILD"
-        return exposed(*evidence, "%s is there, and flash_attn_2_cuda is not" % package.origin, advice=advice)
+        advice = "uninstall flash-attn and install it again, without FLASH_ATTENTION_SKIP_CUDA_BUILD"
+        return exposed(*evidence, "%s exists, but flash_attn_2_cuda does not" % package.origin, advice=advice)
     if not importlib.util.find_spec("setuptools"):
-        advice = "pip install setuptools wheel packaging psutil ninja"
-        return exposed(*evidence, "setuptools is missing, which --no-build-isolation needs here", advice=advice)
+        advice = "run pip install setuptools wheel packaging psutil ninja"
+        return exposed(*evidence, "--no-build-isolation needs setuptools, which is missing here", advice=advice)
     if re.search(r"__version__ = '[^']*(\da0|\.dev\d|\bnv\d)", text):
-        told = "this torch is not a release of PyTorch's own: a wheel is chosen by its number, and then may not load"
-        return unknown(*evidence, told, *memory(), advice="compile with FLASH_ATTENTION_FORCE_BUILD=TRUE and MAX_JOBS")
+        why = "this torch is no official release: setup.py selects a wheel by its number, and that may not load"
+        advice = "compile with FLASH_ATTENTION_FORCE_BUILD=TRUE and MAX_JOBS"
+        return unknown(*evidence, why, *build_memory(), advice=advice)
+    name = wheel_name(version, cuda[1], python, params["release"])
+    why = "the wheel for this torch is %s; kb did not ask whether the release has it" % name
+    advice = "if that wheel does not exist, nvcc compiles: set MAX_JOBS"
+    return unknown(*evidence, why, *build_memory(), advice=advice)
+
+
+def wheel_name(version: "re.Match[str]", cuda: str, python: str, release: Any) -> str:
+    """Names the wheel for torch `version` (groups: major, minor), the major number of CUDA, and CPython (312)."""
+    torch = "%s.%s" % version.groups()
     abi = "TRUE" if tuple(map(int, version.groups())) >= (2, 7) else "TRUE-or-FALSE"
     machine = platform.machine()
-    # 2.8.3 has wheels for torch 2.4 to 2.8 and CUDA 12; a later release asks for cu13 where torch has it.
-    made = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda[1] == "12" and machine == "x86_64"
-    added = ADDED.get((torch, cuda[1])) if python == "312" else None
-    release = params["release"] or ("2.8.3" if made else added or "2.8.3.post2")
-    values = (release, cuda[1], torch, abi, python, python, machine)
-    name = "flash_attn-%s+cu%storch%scxx11abi%s-cp%s-cp%s-linux_%s.whl" % values
-    told = "the wheel for this torch is %s; whether the release has it was not asked" % name
-    return unknown(*evidence, told, *memory(), advice="without that file nvcc compiles: mind MAX_JOBS")
+    # 2.8.3 has wheels for torch 2.4 to 2.8 and CUDA 12; a later release requests cu13 for a torch with CUDA 13.
+    is_released = (2, 4) <= tuple(map(int, version.groups())) <= (2, 8) and cuda == "12" and machine == "x86_64"
+    later = ADDED.get((torch, cuda)) if python == "312" else None
+    release = release or ("2.8.3" if is_released else later or "2.8.3.post2")
+    values = (release, cuda, torch, abi, python, python, machine)
+    return "flash_attn-%s+cu%storch%scxx11abi%s-cp%s-cp%s-linux_%s.whl" % values
 
 
-# wheels that the project added later, for Python 3.12 on x86_64 and aarch64: the torch and CUDA, and the release
+# wheels that the project added later for Python 3.12 on x86_64 and aarch64: torch and CUDA, and the release
 ADDED = {("2.8", "12"): "2.8.1", ("2.9", "12"): "2.8.3", ("2.10", "12"): "2.8.1", ("2.9", "13"): "2.8.1"}
 
 
-def memory() -> List[str]:
-    """The compilers that the setup of 2.5.6 to 2.8.3 starts, at 5 GB a thread, and what this process may use."""
+def build_memory() -> List[str]:
+    """How many compilers does the setup.py of 2.5.6 to 2.8.3 start, at 5 GB a thread, and how much memory is free?"""
     limits = []
     try:
         free = int(re.findall(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[0]) / 2**20
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, place = line.split(":", 2)
+            _, controllers, group = line.split(":", 2)
             root = Path("/sys/fs/cgroup") / controllers
-            for folder in (root / place.lstrip("/"), *(root / place.lstrip("/")).parents):
+            for folder in (root / group.lstrip("/"), *(root / group.lstrip("/")).parents):
                 file = folder / ("memory.limit_in_bytes" if controllers == "memory" else "memory.max")
                 limits += [int(file.read_text())] if file.is_file() and file.read_text().strip().isdigit() else []
     except (OSError, ValueError, IndexError):
-        return ["how much memory a build may use cannot be read"]
-    given, threads = os.environ.get("MAX_JOBS", ""), os.environ.get("NVCC_THREADS", "")
-    given, threads = (value if re.fullmatch(r"[1-9]\d{0,5}", value) else "" for value in (given, threads))
-    jobs = int(given) if given else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
+        return ["kb cannot read how much memory a build may use"]
+    max_jobs, threads = os.environ.get("MAX_JOBS", ""), os.environ.get("NVCC_THREADS", "")
+    max_jobs, threads = (value if re.fullmatch(r"[1-9]\d{0,5}", value) else "" for value in (max_jobs, threads))
+    jobs = int(max_jobs) if max_jobs else max(1, min((os.cpu_count() or 1) // 2, int(free / 9)))
     gigabytes = jobs * int(threads or 4) * 5
-    may_use = min([free] + [limit / 2**30 for limit in limits])
-    return ["a build would run %d compilers, up to %d GB; it may use %.0f GiB" % (jobs, gigabytes, may_use)]
+    room = min([free] + [limit / 2**30 for limit in limits])
+    return ["a build would run %d compilers, which take up to %d GB; it may use %.0f GiB" % (jobs, gigabytes, room)]
 
 
 def pair(
@@ -226,20 +239,22 @@ def pair(
     )
 
 
-PACKAGE = "flash-attn and setuptools: a package of three files whose build imports what it is built for"
+PACKAGE = "flash-attn and setuptools; the probe builds a package of three files whose build imports its framework"
 SHARED = ["--no-build-isolation"]
 
 probe = Probe(
     check=check,
-    params={"release": Param("str", "the release of flash-attn whose wheel is named, by default one for this torch")},
+    params={
+        "release": Param("str", "the release of flash-attn whose wheel the check names; default: one for this torch")
+    },
     experiments=(
         pair(
             "isolation",
             partial(build, options=[]),
             partial(build, options=SHARED),
             r"Getting requirements to build wheel did not run successfully.*No module named 'torch'",
-            "torch is installed, and pip builds in an environment that does not have it",
-            "--no-build-isolation: pip builds in the environment of the interpreter",
+            "torch is installed, but pip builds in an environment without torch",
+            "with --no-build-isolation, pip builds in the environment that has torch",
             PACKAGE,
             Needs(packages={"torch": ">=2.1", "pip": ">=22.1"}),
         ),
@@ -250,8 +265,8 @@ probe = Probe(
             partial(declare, options=[]),
             partial(declare, options=SHARED),
             r"built for framework 2\.0, and 1\.0 is installed",
-            "the framework is declared as a requirement of the build, and pip fetches its newest release for it",
-            "--no-build-isolation: it is built for the release that is installed",
+            "the package declares its framework as a build requirement, and pip fetches the newest release",
+            "with --no-build-isolation, pip builds the package for the installed release",
             PACKAGE,
             Needs(packages={"pip": ">=22.1"}),
         ),
@@ -260,9 +275,9 @@ probe = Probe(
             partial(count_jobs, max_jobs=""),
             partial(count_jobs, max_jobs="1"),
             r"MAX_JOBS=: [2-9]\d* compilers at once",
-            "MAX_JOBS is not set, and ninja starts more compilers than there are cores",
-            "MAX_JOBS=1: one compiler at a time",
-            "nvcc, and the gigabytes that each copy of it takes: a script that waits",
+            "MAX_JOBS is not set, so ninja starts more compilers than there are cores",
+            "with MAX_JOBS=1, ninja runs one compiler at a time",
+            "nvcc, of which each copy takes gigabytes; the probe runs a script that waits",
             Needs(packages={"torch": ">=2.1", "setuptools": ""}, programs=("ninja",)),
         ),
     ),

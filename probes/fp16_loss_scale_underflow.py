@@ -1,4 +1,4 @@
-"""A value that float16 cannot hold, on one rank: every step of every rank is skipped while the loss scale halves."""
+"""One rank has a value that float16 cannot hold: all ranks skip every step while the loss scale halves."""
 
 from __future__ import annotations
 
@@ -33,6 +33,23 @@ WHYS = ("overflow", "nan", "no-scaling")
 FIXES = ("bfloat16", "in-range", "scaling", "small-scale")
 
 
+def build_model(half: Any, factor: float) -> Any:
+    """Returns a linear classifier that computes logits in `half`; its forward returns the loss times `factor`."""
+    import torch
+    from torch.nn.functional import cross_entropy, linear
+
+    class Model(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 8))
+
+        def forward(self, x: Any) -> Any:
+            logits = linear(x.to(half), self.weight.to(half))
+            return cross_entropy(logits.float(), torch.zeros(4, dtype=torch.long, device=x.device)) * factor
+
+    return Model()
+
+
 def train(
     ctx: Context,
     *,
@@ -44,9 +61,8 @@ def train(
     fixed_scale: bool = False,
     deepspeed_scaler: bool = False,
 ) -> None:
-    """DDP on two ranks; only the data of rank 1 is bad. Float32 weights, the layer in half precision."""
+    """Trains under DDP on two ranks with float32 weights and a layer in half precision; only rank 1 has bad data."""
     import torch
-    from torch.nn.functional import cross_entropy, linear
     from torch.nn.parallel import DistributedDataParallel
 
     ctx.init_process_group(timeout_s=20)
@@ -55,19 +71,9 @@ def train(
     in_range = fix == "in-range"
     x = torch.ones(4, 8, device=ctx.device)
     if ctx.rank == 1 and why != "no-scaling" and not in_range:
-        x[0] = 10000.0 if why == "overflow" else float("nan")  # a sum of eight is 80000; float16 ends at 65504
-    tiny = 1e-8 if why == "no-scaling" and not in_range else 1.0  # the gradient is then 1e-9; float16 begins at 6e-8
-
-    class Model(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(2, 8))
-
-        def forward(self, x: Any) -> Any:
-            logits = linear(x.to(half), self.weight.to(half))
-            return cross_entropy(logits.float(), torch.zeros(4, dtype=torch.long, device=x.device)) * tiny
-
-    model = DistributedDataParallel(Model().to(ctx.device))
+        x[0] = 10000.0 if why == "overflow" else float("nan")  # eight add up to 80000; float16 ends at 65504
+    tiny = 1e-8 if why == "no-scaling" and not in_range else 1.0  # gradients of 1e-9; float16 begins at 6e-8
+    model = DistributedDataParallel(build_model(half, tiny).to(ctx.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 if x[0].max() > 1 else 0.01 / tiny)
     scaled = half == torch.float16 and (why != "no-scaling" or fix == "scaling")
     step: Any = TorchScaler(ctx, scaled, 8.0 if fix == "small-scale" else scale, fixed_scale)
@@ -82,9 +88,9 @@ def train(
         step(losses[-1], optimizer)
         unchanged += torch.equal(before, model.module.weight)
     ctx.note(first_loss=losses[0].item(), last_loss=losses[-1].item(), unchanged=unchanged, loss_scale=step.scale())
-    lost = int(model.module.weight.isnan().sum())
-    if lost:
-        raise Symptom(f"{STEPS - unchanged} of {STEPS} steps were taken, {lost} of 16 weights are nan")
+    broken = int(model.module.weight.isnan().sum())
+    if broken:
+        raise Symptom(f"{STEPS - unchanged} of {STEPS} steps were taken, {broken} of 16 weights are nan")
     if unchanged == STEPS:
         raise Symptom(
             f"{STEPS} of {STEPS} steps changed no weight, the loss scale went from {first:g} to {step.scale():g}"
@@ -93,7 +99,7 @@ def train(
 
 
 def call(ctx: Context, *, in_float32: bool) -> None:
-    """Under autocast one module of the model makes values above 65504; here it is switched to float32."""
+    """Trains a module under autocast that produces values above 65504; `in_float32` disables autocast in it."""
     import torch
 
     device = ctx.device
@@ -120,13 +126,15 @@ def call(ctx: Context, *, in_float32: bool) -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         with torch.autocast(device.type, dtype=torch.float16):
-            output = head(torch.full((4, 8), 10000.0, device=device))  # a sum of eight is 80000
+            output = head(torch.full((4, 8), 10000.0, device=device))  # eight add up to 80000
         step(-output[:, 0].log().mean(), optimizer)
     if torch.equal(before, head.proj.weight):
         raise Symptom(f"{STEPS} of {STEPS} steps changed no weight, the loss scale went from 65536 to {step.scale():g}")
 
 
 class TorchScaler:
+    """Scales the loss and steps with torch's GradScaler; `fixed_scale` keeps the scale."""
+
     def __init__(self, ctx: Context, enabled: bool, first: float, fixed_scale: bool) -> None:
         import torch
 
@@ -143,16 +151,16 @@ class TorchScaler:
 
 
 class DeepSpeedScaler:
-    """DeepSpeed's own scaler with the defaults of its fp16 section, as its optimizers call it."""
+    """Calls DeepSpeed's own scaler as its optimizers do, with the defaults of its fp16 section."""
 
     def __init__(self, ctx: Context) -> None:
         import torch
 
         module: Any = importlib.import_module("deepspeed.runtime.fp16.loss_scaler")
-        module.dist = SimpleNamespace(get_rank=lambda: ctx.rank)  # it asks for the rank only to log on one
-        usual = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
-        usual["consecutive_hysteresis"] = False
-        self.scaler = module.CreateLossScaler(torch.float16, 0, True, usual)
+        module.dist = SimpleNamespace(get_rank=lambda: ctx.rank)  # it needs the rank only for its log
+        defaults = {"init_scale": 2**16, "scale_window": 1000, "min_scale": 1, "delayed_shift": 2}
+        defaults["consecutive_hysteresis"] = False
+        self.scaler = module.CreateLossScaler(torch.float16, 0, True, defaults)
 
     def __call__(self, loss: Any, optimizer: Any) -> None:
         (loss * self.scaler.loss_scale).backward()
@@ -169,46 +177,49 @@ class DeepSpeedScaler:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Is a model that was saved in bfloat16 to be trained in float16, or is the scale fixed?"""
+    """Does the configuration train a model in float16 that was saved in bfloat16?"""
     if params["config"] is None:
-        return unknown("no training configuration was named", advice="--set config=ds.json --set model=folder")
+        return unknown("no configuration was named", advice="run --set config=ds.json --set model=FOLDER")
     try:
         kind, values = read_config(params["config"])
     except UnreadableConfig as error:
         return unknown(str(error))
     if not any(key in values for key in ("fp16", "bf16", "mixed_precision")):
-        return unknown(f"{params['config']} ({kind}) says nothing of the precision", "the script decides it")
+        return unknown(f"{params['config']} ({kind}) sets no precision, so the script decides")
     section = values.get("fp16")
     section = section if isinstance(section, dict) else {"enabled": section}
     enabled = section.get("enabled") or values.get("mixed_precision") == "fp16"
     if not enabled or str(enabled).lower() in ("false", "no"):
         bf16 = values.get("bf16")
         bf16 = bf16.get("enabled") if isinstance(bf16, dict) else bf16
-        told = f"{params['config']} ({kind}) does not switch float16 on"
-        if kind != "accelerate" and (section.get("enabled") is False or bf16 is True):  # written out, not left open
-            return clear(told, "that the job reads this file and sets nothing else is not looked at")
-        return unknown(told, "the script, or arguments such as --fp16, may: accelerate adds what the file leaves open")
+        line = f"{params['config']} ({kind}) does not switch float16 on"
+        if kind != "accelerate" and (section.get("enabled") is False or bf16 is True):  # the file says so explicitly
+            return clear(line, "kb assumes that the job reads this file and sets no other precision")
+        return unknown(line, "the script, or arguments such as --fp16, may still do so")
     message = [f"{params['config']} ({kind}): fp16 {enabled}"]
     if section.get("loss_scale"):
-        message.append(f"loss_scale {section['loss_scale']} is fixed: overflowing steps are skipped without an error")
-    advice = "bf16 on GPUs of compute capability 8.0 or higher (nvidia-smi --query-gpu=compute_cap --format=csv)"
-    if str(enabled).lower() != "true":  # "auto" for one
-        return unknown(*message, "whether float16 is on is decided by the trainer's arguments", advice=advice)
+        message.append(
+            f"loss_scale {section['loss_scale']} is fixed, so overflowing steps are skipped without an error"
+        )
+    advice = "use bf16 if nvidia-smi --query-gpu=compute_cap --format=csv prints 8.0 or higher"
+    if str(enabled).lower() != "true":  # such as "auto"
+        return unknown(*message, "the arguments of the trainer decide whether float16 is on", advice=advice)
     if params["model"] is None:
-        return unknown(*message, "--set model=folder tells in which precision the model was saved", advice=advice)
+        again = "run it again with --set model=FOLDER, to see in which precision the model was saved"
+        return unknown(*message, again, advice=advice)
     try:
         model = json.loads((params["model"] / "config.json").read_text())
         saved = str(model.get("dtype") or model.get("torch_dtype"))
     except (OSError, ValueError, AttributeError) as error:
-        return unknown(*message, f"{params['model']}/config.json cannot be read: {error}", advice=advice)
+        return unknown(*message, f"kb cannot read {params['model']}/config.json: {error}", advice=advice)
     message.append(f"{params['model']}/config.json: the weights were saved in {saved}")
     if saved.endswith("bfloat16"):
-        return exposed(*message, "its activations were never held below 65504", advice=advice)
-    return unknown(*message, "whether its activations stay below 65504 cannot be read from a file", advice=advice)
+        return exposed(*message, "nothing kept its activations below 65504", advice=advice)
+    return unknown(*message, "no file shows whether its activations stay below 65504", advice=advice)
 
 
-HALVES = "float16 cannot hold a value of rank 1, at any loss scale (--set why=overflow, nan or no-scaling)"
-HOLDS = "the same step in bfloat16, without a scaler (--set fix=bfloat16, in-range, scaling or small-scale)"
+HALVES = "float16 cannot hold a value on rank 1, at any loss scale (run --set why=overflow, nan or no-scaling)"
+HOLDS = "bfloat16 without a scaler can hold it (run --set fix=bfloat16, in-range, scaling or small-scale)"
 
 gloo = Experiment(
     name="gloo",
@@ -227,7 +238,7 @@ NOTHING = symptom(r"20 of 20 steps changed no weight, the loss scale went from \
 
 
 def variant(name: str, because: str, remedy: str, expect: Expect = NOTHING, **keywords: Any) -> Experiment:
-    """Only the treatment arm applies `fix`, which is one of the keywords."""
+    """Returns a variant; only the treatment arm applies `fix`, one of the keywords."""
     control, treatment = partial(train, fixed=False, **keywords), partial(train, fixed=True, **keywords)
     return replace(
         gloo,
@@ -240,8 +251,8 @@ def variant(name: str, because: str, remedy: str, expect: Expect = NOTHING, **ke
 variants = (
     variant(
         "nan-bfloat16",
-        "the data of rank 1 has a nan; in bfloat16 the step is taken",
-        "the data has none, still in bfloat16",
+        "the data of rank 1 has a nan, and in bfloat16 nothing skips the step",
+        "the data has no nan, still in bfloat16",
         symptom(r"20 of 20 steps were taken, 16 of 16 weights are nan"),
         why="nan",
         fix="in-range",
@@ -250,22 +261,22 @@ variants = (
     variant(
         "nan",
         "the data of rank 1 has a nan",
-        "the data has none, still in float16 with a scaler",
+        "the data has no nan, still in float16 with a scaler",
         why="nan",
         fix="in-range",
     ),
     variant(
         "small-scale",
-        "the scaler begins at 8; float16 cannot hold a value",
-        "it begins at 8, and the values are in range",
+        "the scaler starts at 8, but float16 cannot hold a value",
+        "the scaler starts at 8, and the values are in range",
         why="overflow",
         fix="in-range",
         scale=8.0,
     ),
     variant(
         "fixed-scale",
-        "the scale stays at 8; float16 cannot hold a value",
-        "it stays at 8, and the values are in range",
+        "the scale is fixed at 8, but float16 cannot hold a value",
+        "the scale is fixed at 8, and the values are in range",
         why="overflow",
         fix="in-range",
         scale=8.0,
@@ -273,8 +284,8 @@ variants = (
     ),
     variant(
         "no-scaling",
-        "float16 without a scaler: the gradients are below its smallest number",
-        "the same with a GradScaler",
+        "the job has no scaler, and the gradients are below the smallest number of float16",
+        "the job has a GradScaler",
         why="no-scaling",
         fix="scaling",
     ),
@@ -283,13 +294,13 @@ variants = (
         control=Arm(
             partial(call, in_float32=False),
             expect=NOTHING,
-            because="a module under float16 autocast makes 80000",
+            because="a module under float16 autocast computes 80000",
             fidelity="cpu",
         ),
         treatment=Arm(
             partial(call, in_float32=True),
             expect=completed(),
-            because="autocast is off in this module, its input float32",
+            because="autocast is off in this module, and its input is float32",
             fidelity="cpu",
         ),
         world_size=1,
@@ -303,8 +314,8 @@ probe = Probe(
     params={
         "why": Param("str", "what goes wrong: %s" % ", ".join(WHYS), "overflow"),
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "bfloat16"),
-        "config": Param("path", "your DeepSpeed JSON, accelerate YAML or training arguments"),
-        "model": Param("path", "the folder of the model that you train, with its config.json"),
+        "config": Param("path", "your DeepSpeed JSON, accelerate YAML or training arguments, for the check"),
+        "model": Param("path", "the folder of your model with its config.json, for the check"),
     },
     experiments=(gloo.on_gpus(), gloo),
     variants=(
@@ -314,7 +325,7 @@ probe = Probe(
             control=Arm(
                 partial(train, fixed=False, deepspeed_scaler=True),
                 expect=raised(r"Current loss scale already at minimum - cannot decrease scale anymore"),
-                because=f"DeepSpeed's scaler with its defaults; {HALVES}",
+                because=f"the job uses DeepSpeed's scaler with its defaults, and {HALVES}",
                 fidelity="cpu",
             ),
             treatment=Arm(

@@ -1,4 +1,4 @@
-"""The sampler that generates and the trainer that learns give the same tokens different log-probabilities."""
+"""The sampler and the trainer compute different log-probabilities for the same tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from kb.probe import (
 )
 from kb.training_config import UnreadableConfig, read_config
 
-ENGINE = "vLLM or SGLang, here a sampler in plain torch with the same order of steps"
+ENGINE = "vLLM or SGLang; the probe uses a sampler in plain torch with the same order of steps"
 DIFFER = r"log-probs of sampler and trainer differ by (0\.0[2-9]|0\.[1-9]|[1-9])\S* nats"
 VOCABULARY, WIDTH, LENGTH = 64, 32, 8
 
 
 def build_policy() -> Any:
-    """A recurrent language model: its state stands for the KV cache. Logits are near 20, as those of large models."""
+    """Returns a recurrent language model; its state stands for the KV cache, and its logits are near 20."""
     import torch
 
     class Policy(torch.nn.Module):  # type: ignore[misc, unused-ignore]
@@ -53,7 +53,7 @@ def build_policy() -> Any:
 
 
 def head(policy: Any, hidden: Any, dtype: Any) -> Any:
-    """Logits of hidden states in bf16; the product is taken in `dtype`."""
+    """Returns logits of hidden states in bf16; lm_head multiplies in `dtype`."""
     import torch
 
     hidden, weight = hidden.bfloat16(), policy.lm_head.weight.bfloat16()
@@ -61,7 +61,7 @@ def head(policy: Any, hidden: Any, dtype: Any) -> Any:
 
 
 def truncate(logits: Any, top_p: float) -> Any:
-    """The smallest set of tokens whose probability reaches top_p; the others get none."""
+    """Sets logits to -inf outside the smallest set of tokens whose probability reaches top_p."""
     ordered, index = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(-1)
     removed = probabilities.cumsum(-1) - probabilities >= top_p
@@ -69,13 +69,14 @@ def truncate(logits: Any, top_p: float) -> Any:
 
 
 class Sampler:
-    """What an engine does: its own weights, a cache of prompts, temperature, truncation, a draw."""
+    """Performs the steps of an engine: own weights, a prefix cache, temperature, truncation, sampling."""
 
     def __init__(self, policy: Any) -> None:
         self.policy = copy.deepcopy(policy)
         self.cache: Dict[Any, Any] = {}
 
     def generate(self, prompt: Any, temperature: float, top_p: float, processed: bool, dtype: Any) -> Tuple[Any, ...]:
+        """Samples 256 rows of LENGTH tokens; returns tokens, log-probabilities, and which tokens truncation kept."""
         import torch
 
         key = tuple(prompt[0].tolist())
@@ -109,7 +110,7 @@ def step(
     fp32_head: str = "both",
     looks_at_tail: bool = False,
 ) -> None:
-    """One update of the policy, the next rollout, and the same tokens scored by the trainer before it learns."""
+    """Updates the policy, samples a rollout, and scores it with the trainer; both should agree within 0.02 nats."""
     import torch
 
     policy = build_policy()
@@ -117,7 +118,7 @@ def step(
     engine_dtype = torch.float32 if fp32_head == "both" else torch.bfloat16
     prompt = torch.tensor([[5, 9, 2, 7, 1]])
     with torch.no_grad():
-        sampler.generate(prompt, temperature, top_p, processed, engine_dtype)  # fills the cache
+        sampler.generate(prompt, temperature, top_p, processed, engine_dtype)  # this fills the cache
         for weight in policy.parameters():
             weight.add_(0.3 * weight.std() * torch.randn_like(weight))  # an optimizer step
         if synchronised:
@@ -147,7 +148,7 @@ def step(
 
 
 def weigh(ctx: Context, *, weighted: bool) -> None:
-    """The expected gradient of a sampler with other probabilities, and that of the policy itself."""
+    """Compares the expected gradient under a different sampler with that under the policy itself."""
     import torch
 
     torch.manual_seed(0)
@@ -157,36 +158,32 @@ def weigh(ctx: Context, *, weighted: bool) -> None:
     ctx.reached()
     weights = (policy / sampler).clamp(max=3.0) if weighted else torch.ones(VOCABULARY)
     score = torch.eye(VOCABULARY) - policy  # row a: gradient of log policy[a]
-    wanted = (policy * advantages) @ score
+    expected = (policy * advantages) @ score
     gradient = (sampler * weights * advantages) @ score
-    error = ((gradient - wanted).norm() / wanted.norm()).item()
+    error = ((gradient - expected).norm() / expected.norm()).item()
     if error > 0.1:
         raise Symptom("the gradient is %.0f %% away from that of the policy" % (100 * error))
 
 
 def pass_tokens(ctx: Context, *, as_ids: bool) -> None:
-    """A real byte-pair tokenizer: the tokens that were sampled, and those of their text."""
+    """Passes sampled tokens to the trainer as ids, or as text that a byte-pair tokenizer encodes again."""
     tokenizers: Any = importlib.import_module("tokenizers")
     vocabulary = {letter: number for number, letter in enumerate("helo")}
     vocabulary.update({"he": 4, "ll": 5, "llo": 6, "hello": 7})
     merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     tokenizer.decoder = tokenizers.decoders.Fuse()
-    sampled = [4, 6, 7]  # "he" and "llo" have been sampled one after the other
+    sampled = [4, 6, 7]  # the sampler drew "he" and then "llo"
     ctx.reached()
     learned = sampled if as_ids else tokenizer.encode(tokenizer.decode(sampled)).ids
     if learned != sampled:
         raise Symptom("sampled tokens %s are learned as %s" % (sampled, learned))
 
 
-def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, disable_dropout: bool = True) -> None:
-    """The GRPOTrainer of TRL with its ratio and metrics; generate() of transformers in the place of vLLM."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(variable, None)
+def build_llama(hf: Any) -> Tuple[Any, Any]:
+    """Returns a small Llama and a tokenizer whose tokens are the words w0, w1 and so on."""
     import torch
 
-    hf: Any = importlib.import_module("transformers")
-    trl: Any = importlib.import_module("trl")
     tokenizers: Any = importlib.import_module("tokenizers")
     words = {f"w{number}": number for number in range(VOCABULARY)}
     fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
@@ -194,10 +191,22 @@ def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, d
     tokenizer = hf.PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="w0", eos_token="w1", unk_token="w0")
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, **sizes))
+    config = hf.LlamaConfig(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=None, **sizes)
+    return hf.LlamaForCausalLM(config), tokenizer
+
+
+def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, disable_dropout: bool = True) -> None:
+    """Runs one step of TRL's GRPOTrainer, with generate() of transformers instead of vLLM, and reads its metrics."""
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(variable, None)
+    import torch
+
+    hf: Any = importlib.import_module("transformers")
+    trl: Any = importlib.import_module("trl")
+    model, tokenizer = build_llama(hf)
 
     class Generation:
-        """The interface of trl.generation.vllm_generation that GRPOTrainer uses."""
+        """Has the methods of trl.generation.vllm_generation that GRPOTrainer calls."""
 
         def sync_weights(self) -> None:
             self.model = copy.deepcopy(model).eval()
@@ -228,16 +237,16 @@ def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, d
     trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Generation(), -1
     ctx.reached()
     trainer.train()
-    first = trainer.state.log_history[0]
+    metrics = trainer.state.log_history[0]
     names = ("sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
-    ctx.note(trl=trl.__version__, **{name.split("/")[1]: round(first[name], 4) for name in names})
-    if first[names[0]] >= 0.02:
-        raise Symptom(str({name: first[name] for name in names}))
+    ctx.note(trl=trl.__version__, **{name.split("/")[1]: round(metrics[name], 4) for name in names})
+    if metrics[names[0]] >= 0.02:
+        raise Symptom(str({name: metrics[name] for name in names}))
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does a recipe for TRL truncate the sampling of vLLM? Nothing else of the incident is in a file."""
-    advice = "--set config=grpo.yaml, the arguments of GRPOConfig"
+    """Does a TRL recipe truncate the sampling of vLLM? A file shows no other cause."""
+    advice = "run --set config=grpo.yaml, with the arguments of GRPOConfig"
     if params["config"] is None:
         return unknown("no configuration was given", advice=advice)
     try:
@@ -245,24 +254,24 @@ def check(params: Mapping[str, Any]) -> Finding:
     except UnreadableConfig as error:
         return unknown(str(error), advice=advice)
     if kind != "arguments" or values.get("use_vllm") is not True:
-        return unknown("no use_vllm: true in %s" % params["config"], advice=advice)
+        return unknown("%s has no use_vllm: true" % params["config"], advice=advice)
     if values.get("generation_kwargs") or values.get("vllm_importance_sampling_correction") is False:
-        return unknown("generation_kwargs or a correction that is off, which is not judged here")
-    found = []
+        return unknown("the recipe sets generation_kwargs or switches the correction off; kb does not judge these")
+    limits = []
     for name, low, high in (("top_p", 0, 1), ("min_p", 0, 1), ("top_k", 0, 32000)):
         value = values.get(name)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < high:
-            found.append("%s: %s" % (name, value))
-    if found:
+            limits.append("%s: %s" % (name, value))
+    if limits:
         return exposed(
-            "vLLM samples with %s, and its log-probabilities are those of the tokens left" % " and ".join(found),
-            advice="top_p: 1.0, top_k: 0, no min_p (Fix 2)",
+            "vLLM samples with %s and normalises over the remaining tokens" % " and ".join(limits),
+            advice="set top_p: 1.0, top_k: 0 and no min_p (Fix 2)",
         )
-    return unknown("top_p, min_p and top_k of the recipe are not numbers that truncate; other causes are not in a file")
+    return unknown("top_p, min_p and top_k of the recipe do not truncate; a file does not show the other causes")
 
 
 def pair(name: str, job: Any, keyword: str, values: Any, because: str, fix: str, **more: Any) -> Experiment:
-    """One keyword differs: as it was, and as it is fixed."""
+    """Returns an experiment; the arms differ in `keyword`, whose `values` are for control and treatment."""
     fails: Expect = more.get("fails", symptom(DIFFER))
     fidelity, stands_for = more.get("fidelity", "stand-in"), more.get("stands_for", ENGINE)
     return Experiment(
@@ -281,37 +290,74 @@ LOGGED = symptom(r"'sampling/sampling_logp_difference/mean': 0\.(0[2-9]|[1-9])")
 TAIL = symptom(r"the ratio is 1, and tokens with \d+ % of the probability are never drawn")
 AWAY = symptom(r"the gradient is \d+ % away from that of the policy")
 LEARNED = symptom(r"sampled tokens \[4, 6, 7\] are learned as \[7, 7\]")
-TRUNCATED = "the sampler normalises over the tokens that top_p leaves, the trainer over all"
+TRUNCATED = "the sampler normalises over the tokens that top_p keeps, the trainer over all"
 COOL, CUT = partial(step, temperature=0.6), partial(step, top_p=0.8)
 UNSEEN = partial(step, processed=False, looks_at_tail=True)
-ALL = "nothing is cut off"
-RAW, DRAWN = "log-probabilities from before the temperature are returned", "those of the draw are"
-ONE_SIDE = "the product with lm_head is float32 in the trainer and bf16 in the sampler"
+ALL = "top_p is 1, so the sampler draws from all tokens"
+RAW = "the sampler returns log-probabilities from before the temperature"
+DRAWN = "the sampler returns the log-probabilities that it draws from"
+ONE_SIDE = "lm_head multiplies in float32 in the trainer and in bf16 in the sampler"
 IDS = {"fails": LEARNED, "fidelity": "cpu", "stands_for": "", "packages": {"tokenizers": ""}}
-GENERATE = "vLLM, here generate() of transformers"
+GENERATE = "vLLM; the probe uses generate() of transformers"
 TRL = {"fails": LOGGED, "stands_for": GENERATE, "packages": SMALL, "expected_s": (8.0, 8.0), "deadline_s": 90}
 LORA = partial(train_grpo, lora_dropout=0.8)
 ADAPTER = {**TRL, "packages": {**SMALL, "peft": ""}}
 NO = (False, True)
-MODEL = {"fails": AWAY, "fidelity": "model", "stands_for": "a policy gradient, here the exact mean over 64 tokens"}
-STALE, CACHED = "the sampler keeps the weights before the step", "the prompt's state is that of the old weights"
+MODEL = {
+    "fails": AWAY,
+    "fidelity": "model",
+    "stands_for": "a sampled policy gradient; the probe computes the exact mean over 64 tokens",
+}
+STALE = "the sampler keeps the weights from before the update"
+CACHED = "the prefix cache keeps the prompt's state of the old weights"
 probe = Probe(
     check=check,
-    params={"config": Param("path", "the arguments of GRPOConfig, YAML or JSON")},
+    params={"config": Param("path", "a YAML or JSON with the arguments of GRPOConfig, for the check")},
     experiments=(pair("truncated", step, "top_p", (0.8, 1.0), TRUNCATED, ALL),),
     variants=(
         pair("replay", CUT, "replays", NO, TRUNCATED, "the trainer normalises over the same tokens"),
-        pair("tail", UNSEEN, "top_p", (0.8, 1.0), "raw log-probabilities hide it", ALL, fails=TAIL),
         pair(
-            "temperature", COOL, "trainer_scales", NO, "the trainer does not divide by the temperature", "both divide"
+            "tail",
+            UNSEEN,
+            "top_p",
+            (0.8, 1.0),
+            "raw log-probabilities hide that top_p cuts tokens off",
+            ALL,
+            fails=TAIL,
+        ),
+        pair(
+            "temperature",
+            COOL,
+            "trainer_scales",
+            NO,
+            "the trainer does not divide by the temperature",
+            "both divide by it",
         ),
         pair("mode", COOL, "processed", NO, RAW, DRAWN),
-        pair("stale", step, "synchronised", NO, STALE, "it has the new ones"),
+        pair("stale", step, "synchronised", NO, STALE, "the sampler has the new weights"),
         pair("prefix-cache", step, "resets_cache", NO, CACHED, "the cache is emptied after the update"),
-        pair("fp32-head", step, "fp32_head", ("trainer", "both"), ONE_SIDE, "it is float32 in both"),
-        pair("weights", weigh, "weighted", NO, "no weights", "each token has its ratio as weight", **MODEL),
-        pair("token-ids", pass_tokens, "as_ids", NO, "the text is tokenized again", "the ids are passed on", **IDS),
+        pair("fp32-head", step, "fp32_head", ("trainer", "both"), ONE_SIDE, "it multiplies in float32 in both"),
+        pair(
+            "weights",
+            weigh,
+            "weighted",
+            NO,
+            "the gradient has no importance weights",
+            "each token is weighted by its ratio",
+            **MODEL,
+        ),
+        pair(
+            "token-ids",
+            pass_tokens,
+            "as_ids",
+            NO,
+            "the trainer tokenizes the text again",
+            "the trainer gets the token ids",
+            **IDS,
+        ),
         pair("grpo-trainer", train_grpo, "top_p", (0.8, 1.0), TRUNCATED, ALL, **TRL),
-        pair("dropout", LORA, "disable_dropout", NO, "dropout is on when the trainer scores", "it is off", **ADAPTER),
+        pair(
+            "dropout", LORA, "disable_dropout", NO, "dropout is on when the trainer scores", "dropout is off", **ADAPTER
+        ),
     ),
 )
