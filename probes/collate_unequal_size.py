@@ -1,4 +1,4 @@
-"""The default collate function stacks the samples of a batch, which must have one shape."""
+"""The default collate function stacks the samples of a batch, so they must all have the same shape."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,7 +8,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, co
 
 
 def pad(batch: list[dict[str, Any]]) -> dict[str, Any]:
-    """The collate function of the entry."""
+    """The collate function of the entry: pads tokens and labels to the longest sample."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -22,7 +22,7 @@ def pad(batch: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep_boxes(batch: list[Any]) -> Any:
-    """The collate function for what must not be padded."""
+    """A collate function that stacks the images and keeps the boxes as a list, because they must not be padded."""
     import torch
 
     images = torch.stack([image for image, _ in batch])
@@ -31,7 +31,7 @@ def keep_boxes(batch: list[Any]) -> Any:
 
 
 def load(ctx: Context, *, padded: bool, as_lists: bool = False, workers: int = 0) -> None:
-    """Two samples of 3 and 4 tokens; with a worker the longer is first."""
+    """Loads a batch of two samples with 3 and 4 tokens; with a worker, the longer sample comes first."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -48,7 +48,7 @@ def load(ctx: Context, *, padded: bool, as_lists: bool = False, workers: int = 0
 
 
 def load_boxes(ctx: Context, *, kept: bool) -> None:
-    """Images of one size with 1 and 2 boxes."""
+    """Loads a batch of two images of the same size, with 1 and 2 boxes."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -60,7 +60,7 @@ def load_boxes(ctx: Context, *, kept: bool) -> None:
 
 
 def resize(ctx: Context, *, together: bool) -> None:
-    """An image with one bright object, resized to half: its box is scaled with it, or left as it was."""
+    """Resizes an image with one bright object to half, and its box together with it or not at all."""
     import torch
 
     image, box = torch.zeros(1, 1, 8, 8), torch.tensor([4, 4, 8, 8])
@@ -76,7 +76,7 @@ def resize(ctx: Context, *, together: bool) -> None:
 
 
 def fill(ctx: Context, *, ignored: bool) -> None:
-    """The loss of a batch whose second row is half padding, for a model that is sure of token 1."""
+    """Computes the loss of a batch whose second row is half padding, for a model that predicts every real token."""
     import torch
     from torch.nn.functional import cross_entropy
     from torch.nn.utils.rnn import pad_sequence
@@ -93,7 +93,7 @@ def fill(ctx: Context, *, ignored: bool) -> None:
 
 
 def load_groups(ctx: Context, *, padded: bool = False, dropped: bool = False) -> None:
-    """Batches of one length, the last with a single sample, as accelerate gives them to the second of two processes."""
+    """Loads batches of equal length as the second of two accelerate processes does; the last batch is incomplete."""
     import torch
     from accelerate.data_loader import BatchSamplerShard  # type: ignore[import-not-found]
     from torch.utils.data import BatchSampler, DataLoader
@@ -117,7 +117,7 @@ def build_tokenizer() -> Any:
 
 
 def pad_labels(ctx: Context, *, seq2seq: bool) -> None:
-    """Samples with labels of their own, of unequal length."""
+    """Collates samples that bring their own labels, of unequal length."""
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding
 
     samples = [{"input_ids": [1, 2, 1], "labels": [-100, 2, 1]}, {"input_ids": [1, 2], "labels": [-100, 2]}]
@@ -133,7 +133,7 @@ def pad_labels(ctx: Context, *, seq2seq: bool) -> None:
 
 
 def keep_labels(ctx: Context, *, seq2seq: bool) -> None:
-    """Labels that leave the prompt out, dropped from the samples or not."""
+    """Collates samples whose labels mask the prompt; DataCollatorForLanguageModeling gets them without labels."""
     from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
     samples = [{"input_ids": [1, 2, 1], "labels": [-100, 2, 1]}, {"input_ids": [1, 2], "labels": [-100, 2]}]
@@ -149,7 +149,7 @@ def keep_labels(ctx: Context, *, seq2seq: bool) -> None:
 
 
 def call(ctx: Context, *, padding: bool) -> None:
-    """Two texts in one call of the tokenizer."""
+    """Passes two texts to one call of the tokenizer."""
     tokenizer = build_tokenizer()
     ctx.reached()
     words = [["a", "b", "a"], ["a", "b"]]
@@ -166,7 +166,7 @@ PADDED = "the collate function pads to the longest sample of the batch"
 def pair(
     name: str, job: Callable[..., None], flag: str, expect: Expect, because: str, fix: str, **packages: str
 ) -> Experiment:
-    """`flag` is off in the control arm and on in the treatment."""
+    """An experiment whose job gets `flag=False` in the control arm and `flag=True` in the treatment."""
     return Experiment(
         name=name,
         control=Arm(partial(job, **{flag: False}), expect=expect, because=because, fidelity="cpu"),
@@ -179,7 +179,7 @@ def pair(
 
 probe = Probe(
     experiments=(
-        pair("default", load, "padded", STACK, "the default collate function gets samples of 3 and 4", PADDED),
+        pair("default", load, "padded", STACK, "the default collate function stacks samples of 3 and 4 tokens", PADDED),
     ),
     variants=(
         pair(
@@ -187,7 +187,7 @@ probe = Probe(
             partial(load, workers=1),
             "padded",
             raised(r"Trying to resize storage that is not resizable"),
-            "the same in a worker with the longer sample first; every tensor is a clone",
+            "a worker stacks the samples, and the longer one comes first; each tensor is a clone",
             PADDED,
         ),
         pair(
@@ -195,7 +195,7 @@ probe = Probe(
             partial(load, as_lists=True),
             "padded",
             raised(r"each element in list of batch should be of equal size"),
-            "the same samples as lists of numbers",
+            "the default collate function gets lists of 3 and 4 numbers",
             PADDED,
         ),
         pair(
@@ -203,31 +203,31 @@ probe = Probe(
             load_boxes,
             "kept",
             STACK,
-            "images of one size with 1 and 2 boxes",
-            "the images are stacked and the boxes stay a list",
+            "the default collate function stacks the boxes of two images, which have 1 and 2 boxes",
+            "the collate function stacks the images and keeps the boxes as a list",
         ),
         pair(
             "resized-alone",
             resize,
             "together",
             symptom(r"0 of 4 bright pixels are in the box, no error"),
-            "the image is resized, and its box keeps the old coordinates",
-            "the box is scaled with the image",
+            "the code resizes the image, but its box keeps the old coordinates",
+            "the code resizes the box with the image",
         ),
         pair(
             "label-padding",
             fill,
             "ignored",
             symptom(r"loss 2\.\d\d with the padding"),
-            "labels are padded with 0, which is a token",
-            "labels are padded with -100, which the loss leaves out",
+            "the labels are padded with 0, which is a token",
+            "the labels are padded with -100, which the loss ignores",
         ),
         pair(
             "transformers",
             pad_labels,
             "seq2seq",
             raised(r"Unable to create tensor, you should probably activate truncation and/or padding"),
-            "DataCollatorWithPadding pads the tokens and not the labels",
+            "DataCollatorWithPadding pads the tokens, but not the labels",
             "DataCollatorForSeq2Seq pads both",
             transformers="",
         ),
@@ -236,8 +236,8 @@ probe = Probe(
             call,
             "padding",
             raised(r"Unable to create tensor, you should probably activate truncation and/or padding"),
-            "the tokenizer is called with two texts and asked for tensors",
-            "padding=True and truncation=True in that call",
+            "the tokenizer must return two texts as one tensor, but is not told to pad",
+            "the call has padding=True and truncation=True",
             transformers="",
         ),
         pair(
@@ -245,7 +245,7 @@ probe = Probe(
             keep_labels,
             "seq2seq",
             symptom(r"the prompt has the label 1"),
-            "the labels are dropped, and DataCollatorForLanguageModeling makes new ones of all tokens",
+            "the labels are dropped, so DataCollatorForLanguageModeling makes new ones from all tokens",
             "DataCollatorForSeq2Seq keeps the labels of the samples",
             transformers="",
         ),
@@ -254,7 +254,7 @@ probe = Probe(
             load_groups,
             "padded",
             STACK,
-            "accelerate fills the last batch, which has one length, with a sample of another",
+            "accelerate fills the last, incomplete batch with a sample of another length",
             PADDED,
             accelerate="",
         ),
@@ -263,8 +263,8 @@ probe = Probe(
             load_groups,
             "dropped",
             STACK,
-            "the same, and the batch sampler keeps its last, incomplete batch",
-            "the batch sampler has drop_last, so accelerate fills nothing",
+            "the batch sampler keeps its last, incomplete batch, and accelerate fills it with a shorter sample",
+            "the batch sampler drops its last batch, so accelerate fills nothing",
             accelerate="",
         ),
     ),

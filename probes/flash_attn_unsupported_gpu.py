@@ -1,4 +1,4 @@
-"""FlashAttention on a GPU that its kernels are not made for, and the settings that turn it on all the same."""
+"""A job calls FlashAttention on a GPU that it does not support, because of a setting that turns it on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ AMPERE = (8, 0)
 
 
 def attend(ctx: Context, *, fallback: bool) -> None:
-    """The script allows torch the flash kernel only, or others as well; a CPU's takes no values of another width."""
+    """The script allows torch only the flash kernel, or others as well.
+
+    On a CPU, `v` is narrower than `q` and `k`, which torch's flash kernel for the CPU does not support.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -42,7 +45,7 @@ def attend(ctx: Context, *, fallback: bool) -> None:
     if ctx.device.type == "cuda":
         dtype, width, capability = torch.float16, 16, torch.cuda.get_device_capability(ctx.device)
         if capability >= AMPERE:
-            raise Unavailable(f"flash kernels are made for this GPU, of compute capability {capability}")
+            raise Unavailable(f"the flash kernel supports this GPU, which has compute capability {capability}")
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 32, size, device=ctx.device, dtype=dtype) for size in (16, 16, width))
     ctx.reached()
@@ -57,7 +60,10 @@ def attend(ctx: Context, *, fallback: bool) -> None:
 
 
 def small_model(attn_implementation: str) -> Any:
-    """Its config may name `pinned`, an attention that allows torch's flash kernel only; a CPU's knows no dropout."""
+    """A small Llama; its config may name `pinned`, an attention that allows only torch's flash kernel.
+
+    The model has dropout in its attention, which torch's flash kernel for the CPU does not support.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
     from transformers.integrations.sdpa_attention import sdpa_attention_forward  # type: ignore[import-not-found]
@@ -74,11 +80,12 @@ def small_model(attn_implementation: str) -> Any:
 
 
 def forward(model: Any) -> None:
+    """Runs the model once in training mode, so that dropout is on."""
     assert model.train()(model.lm_head.weight.new_zeros(1, 8).long()).logits.isfinite().all()
 
 
 def from_config_file(ctx: Context, *, sdpa: bool, line: str = "attn_implementation") -> None:
-    """config.json of the model asks for a flash attention, as the one who saved it had it. `line`: '' was deleted."""
+    """Loads a model whose config.json requests flash attention under the key `line`; '' means without that line."""
     from transformers import AutoModelForCausalLM
 
     model_path, file = ctx.path("model"), Path(ctx.path("model"), "config.json")
@@ -96,7 +103,7 @@ def from_config_file(ctx: Context, *, sdpa: bool, line: str = "attn_implementati
 
 
 def own_switch(ctx: Context, *, use_flash_attn: bool) -> None:
-    """A model whose code chooses for its parts, as InternVL's did: the argument `sdpa` is given, and not asked."""
+    """Makes a model that ignores attn_implementation for its inner model and uses its own switch, as InternVL did."""
     from transformers import PretrainedConfig, PreTrainedModel
 
     class ChatModel(PreTrainedModel):  # type: ignore[misc]
@@ -115,7 +122,7 @@ def own_switch(ctx: Context, *, use_flash_attn: bool) -> None:
 
 
 def packed(ctx: Context, *, without_cache: bool) -> None:
-    """Two samples of four tokens in one row, by position ids, with sdpa; then the first one is another."""
+    """Packs two samples of four tokens in one row, under sdpa: does the second one change with the first?"""
     import torch
 
     model = small_model("sdpa").eval()
@@ -135,7 +142,7 @@ SWITCH = re.compile(r"_?attn_impl(ementation)?(_internal)?|(use_)?flash_attn|(us
 
 
 def requests(values: Mapping[str, Any], parent: str = "", named: bool = False) -> Iterator[str]:
-    """Settings that turn FlashAttention on, in a config.json or the arguments of a trainer, parts included."""
+    """The settings that turn FlashAttention on in a config.json or the arguments of a trainer, nested ones included."""
     for key, value in values.items():
         switch = named or bool(SWITCH.fullmatch(key))
         if isinstance(value, list):
@@ -147,10 +154,10 @@ def requests(values: Mapping[str, Any], parent: str = "", named: bool = False) -
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """The GPUs of this node, the installed flash-attn, and what a configuration asks for."""
+    """Do the GPUs of this node and the installed flash-attn support the attention that a configuration requests?"""
     found, version = compute_capabilities(params["capability"]), release("flash-attn")
     if not found:
-        advice = "on the GPU node, or with --set capability=7.5"
+        advice = "run this on the GPU node, or with --set capability=7.5"
         return unknown("nvidia-smi does not say which compute capability the GPUs have", advice=advice)
     values: dict[str, Any] = {}
     if params["config"] is not None:
@@ -158,38 +165,40 @@ def check(params: Mapping[str, Any]) -> Finding:
             values = read_config(params["config"]).values
         except UnreadableConfig as error:
             return unknown(str(error))
-    asked = list(requests(values))
+    requested = list(requests(values))
     evidence = [
         "compute capability " + ", ".join(f"{major}.{minor}" for major, minor in sorted(set(found))),
         "flash-attn " + (".".join(map(str, version)) or "is not installed in this interpreter"),
-        *(f"the configuration has {request}" for request in asked),
+        *(f"the configuration has {request}" for request in requested),
     ]
     if min(found) < AMPERE:
-        if asked:
-            return exposed(*evidence, advice='attn_implementation="sdpa", and the switch of the model\'s own code off')
-        return unknown(*evidence, "whether the model's own code turns FlashAttention on is not read here")
+        if requested:
+            advice = 'use attn_implementation="sdpa", and turn off the switch of the model\'s own code'
+            return exposed(*evidence, advice=advice)
+        return unknown(*evidence, "kb does not read whether the model's own code turns FlashAttention on")
     if max(found) > (9, 0):
         if version and version < (2, 7, 3):
-            return exposed(*evidence, advice="flash-attn 2.7.3 or newer knows GPUs beyond 9.0")
-        return unknown(*evidence, "copies of flash-attn inside other packages, such as xformers, are not read here")
-    if any(re.search(r"3|4", request.rsplit(":", 1)[1]) for request in asked):
-        return unknown(*evidence, "FlashAttention 3 and 4 have requirements of their own")
+            return exposed(*evidence, advice="install flash-attn 2.8.0 or newer, which supports GPUs above 9.0")
+        return unknown(*evidence, "kb does not read copies of flash-attn in other packages, such as xformers")
+    if any(re.search(r"3|4", request.rsplit(":", 1)[1]) for request in requested):
+        return unknown(*evidence, "FlashAttention 3 and 4 have requirements of their own, which kb does not check")
     return clear(*evidence, "FlashAttention-2 runs on every GPU that nvidia-smi lists here")
 
 
 Job = Callable[[Context], None]
 NO_KERNEL = raised(r"No available kernel\. +Aborting execution")
-NARROW = "a GPU below 8.0: values of another width, which the CPU's flash kernel does not take"
-DROPOUT = "flash_attention_2 on a GPU below 8.0: torch's flash kernel on a CPU, which takes no dropout"
+NARROW = "a GPU below 8.0; the probe uses values of another width, which the CPU's flash kernel does not support"
+DROPOUT = "flash_attention_2 on a GPU below 8.0; the probe uses dropout, which the CPU's flash kernel does not support"
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 
 
-def pair(title: str, jobs: tuple[Job, Job], words: tuple[str, str], needs: Needs, stands_for: str = "") -> Experiment:
+def pair(name: str, jobs: tuple[Job, Job], because: tuple[str, str], needs: Needs, stands_for: str = "") -> Experiment:
+    """An experiment whose control arm raises torch's `No available kernel`."""
     fidelity, env = ("stand-in", QUIET) if stands_for else ("hardware", {})
     return Experiment(
-        name=title,
-        control=Arm(jobs[0], NO_KERNEL, words[0], fidelity, stands_for, env),
-        treatment=Arm(jobs[1], completed(), words[1], fidelity, stands_for, env),
+        name=name,
+        control=Arm(jobs[0], NO_KERNEL, because[0], fidelity, stands_for, env),
+        treatment=Arm(jobs[1], completed(), because[1], fidelity, stands_for, env),
         world_size=1,
         backend="gloo" if stands_for else "nccl",
         needs=needs,
@@ -199,27 +208,30 @@ def pair(title: str, jobs: tuple[Job, Job], words: tuple[str, str], needs: Needs
 
 
 PINNED = (partial(attend, fallback=False), partial(attend, fallback=True))
-PINNED_WORDS = ("only the flash kernel is allowed, and it cannot run here", "torch may fall back to another kernel")
+PINNED_BECAUSE = (
+    "the script allows only the flash kernel, which cannot run here",
+    "the script lets torch fall back to another kernel",
+)
 LIBRARY = Needs(packages={"torch": ">=2.4", "transformers": ">=5"})
 library = partial(pair, needs=LIBRARY, stands_for=DROPOUT)
-SEEN, KEPT = partial(packed, without_cache=False), partial(packed, without_cache=True)
+WITH_CACHE, WITHOUT_CACHE = partial(packed, without_cache=False), partial(packed, without_cache=True)
 LEAK = symptom(r"the second sample changes by \S+ with the first, without an error")
 
 probe = Probe(
     check=check,
     params={
         "config": Param("path", "config.json of the model, or the trainer's configuration"),
-        "capability": Param("str", "compute capability of the GPUs in question; default: nvidia-smi", ""),
+        "capability": Param("str", "compute capability of the job's GPUs; default: what nvidia-smi says", ""),
     },
     experiments=(
-        pair("old-gpu", PINNED, PINNED_WORDS, Needs(gpus=1, packages={"torch": ">=2.3"})),
-        pair("pinned", PINNED, PINNED_WORDS, Needs(packages={"torch": ">=2.3"}), NARROW),
+        pair("old-gpu", PINNED, PINNED_BECAUSE, Needs(gpus=1, packages={"torch": ">=2.3"})),
+        pair("pinned", PINNED, PINNED_BECAUSE, Needs(packages={"torch": ">=2.3"}), NARROW),
     ),
     variants=(
         library(
             "config-file",
             (partial(from_config_file, sdpa=False), partial(from_config_file, sdpa=True)),
-            ("config.json asks for the flash kernel", "the call asks for sdpa, and config.json gives way"),
+            ("config.json requests the flash kernel", "the argument requests sdpa, which overrides config.json"),
         ),
         library(
             "underscore",
@@ -227,17 +239,29 @@ probe = Probe(
                 partial(from_config_file, sdpa=True, line="_attn_implementation"),
                 partial(from_config_file, sdpa=True, line=""),
             ),
-            ("config.json has the private name, which wins over the call", "the line was deleted"),
+            ("config.json has the name with the underscore, which overrides the argument", "the line was deleted"),
         ),
         library(
             "own-switch",
             (partial(own_switch, use_flash_attn=True), partial(own_switch, use_flash_attn=False)),
-            ("sdpa is asked for, and the model's own switch decides", "the model's own switch is off"),
+            ("the argument requests sdpa, but the model's own switch decides", "the model's own switch is off"),
         ),
         Experiment(
             name="packed",
-            control=Arm(SEEN, LEAK, "the model makes a cache, and no mask by the position ids", "cpu", env=QUIET),
-            treatment=Arm(KEPT, completed(), "use_cache=False: the mask keeps the samples apart", "cpu", env=QUIET),
+            control=Arm(
+                WITH_CACHE,
+                LEAK,
+                "the model uses a cache, so it makes no mask from the position ids",
+                "cpu",
+                env=QUIET,
+            ),
+            treatment=Arm(
+                WITHOUT_CACHE,
+                completed(),
+                "use_cache=False, so the model masks the other sample",
+                "cpu",
+                env=QUIET,
+            ),
             world_size=1,
             needs=LIBRARY,
             deadline_s=60,

@@ -1,4 +1,4 @@
-"""Something that outlives a step holds a tensor with its graph, and with the graph the activations of that step."""
+"""A tensor that outlives its training step keeps its autograd graph, and with it the activations of that step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed,
 
 STEPS = 20
 MODELS, WIDTH = 12, 1024
-FEW = 2  # steps whose activations may be alive at the end: the last one, and what is being freed
+FEW = 2  # at the end, the last step and the one that is being freed may still hold activations
 
 
 class Saved:
-    """One tensor that autograd has saved for a backward."""
+    """A tensor that autograd has saved for a backward."""
 
     def __init__(self, tensor: Any) -> None:
         self.tensor = tensor
 
 
 def count_steps(ctx: Context, *, step: Callable[[Any, Any, List[Any]], None]) -> None:
-    """Steps of one shape. Of how many does autograd still hold what it saved for the backward?"""
+    """Runs steps of one shape; raises `Symptom` if autograd holds the saved tensors of more than `FEW` of them."""
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
@@ -33,7 +33,7 @@ def count_steps(ctx: Context, *, step: Callable[[Any, Any, List[Any]], None]) ->
     kept: List[Any] = []
 
     def pack(tensor: Any) -> Saved:
-        box = Saved(tensor.detach())  # an output of the step would lead back to its own node
+        box = Saved(tensor.detach())  # without detach, a saved output would refer to its own node
         saved[-1].add(box)
         return box
 
@@ -49,7 +49,7 @@ def count_steps(ctx: Context, *, step: Callable[[Any, Any, List[Any]], None]) ->
 
 
 def graph_nodes() -> int:
-    """Nodes of autograd's graph that a living tensor leads to."""
+    """Counts the nodes of autograd's graph that live tensors refer to."""
     import gc
 
     import torch
@@ -68,7 +68,7 @@ def graph_nodes() -> int:
 
 
 def add_up(model: Any, batch: Any, kept: List[Any], *, how: str) -> None:
-    """A running loss of an evaluation."""
+    """Adds the loss of an evaluation to a running total."""
     import gc
 
     import torch
@@ -91,7 +91,7 @@ def add_up(model: Any, batch: Any, kept: List[Any], *, how: str) -> None:
 
 
 def add_up_trained(model: Any, batch: Any, kept: List[Any], *, logged_alone: bool) -> None:
-    """The running loss of a training loop: of the loss itself, or of a term that is logged and not trained."""
+    """Adds up the loss of a training loop, or a term that is only logged and has no backward."""
     model.zero_grad(set_to_none=True)
     loss = model(batch).square().mean()
     logged = model(batch).abs().mean() if logged_alone else loss
@@ -100,7 +100,7 @@ def add_up_trained(model: Any, batch: Any, kept: List[Any], *, logged_alone: boo
 
 
 def collect(model: Any, batch: Any, kept: List[Any], *, detached: bool) -> None:
-    """Outputs for a metric at the end of the epoch."""
+    """Collects the outputs for a metric at the end of the epoch."""
     output = model(batch)
     if detached:
         kept.append(output.detach())
@@ -109,7 +109,7 @@ def collect(model: Any, batch: Any, kept: List[Any], *, detached: bool) -> None:
 
 
 def circle(model: Any, batch: Any, kept: List[Any], *, collected: bool) -> None:
-    """A result of the step that names itself, as a bound callback does, in a job without Python's collector."""
+    """Makes a result that refers to itself, as a bound callback does, while Python's garbage collector is off."""
     import gc
 
     gc.disable()
@@ -120,11 +120,11 @@ def circle(model: Any, batch: Any, kept: List[Any], *, collected: bool) -> None:
 
 
 def log(model: Any, batch: Any, kept: List[Any], *, as_number: bool) -> None:
-    """A term for the log of transformers' Trainer."""
+    """Logs a term with Trainer.log of transformers."""
     import os
     import tempfile
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # else the Trainer waits for other ranks
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # with these, the Trainer waits for other ranks
         os.environ.pop(name, None)
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
@@ -136,7 +136,7 @@ def log(model: Any, batch: Any, kept: List[Any], *, as_number: bool) -> None:
 
 
 def average(model: Any, batch: Any, kept: List[Any], *, no_grad: bool) -> None:
-    """A moving average of a loss that is computed for it."""
+    """Updates a moving average with a loss that is computed for it alone."""
     import torch
 
     loss = model(batch).square().mean()
@@ -151,9 +151,9 @@ def average(model: Any, batch: Any, kept: List[Any], *, no_grad: bool) -> None:
 
 
 def penalise(ctx: Context, *, how: str) -> None:
-    """A gradient penalty of a model that is made anew each time. How much larger has the process become?
+    """Computes a gradient penalty of several new models; raises `Symptom` if the process has kept their memory.
 
-    With `create_graph` the gradient of a parameter has a graph that leads back to the parameter.
+    With `create_graph`, the gradient of a parameter has a graph that refers to the parameter.
     """
     import gc
 
@@ -163,7 +163,7 @@ def penalise(ctx: Context, *, how: str) -> None:
     ctx.reached()
     before = 0.0
     for number in range(MODELS + 1):
-        if number == 1:  # the first one has made what stays in any case
+        if number == 1:  # the first model has allocated what torch keeps in any case
             before = resident_mib()
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 1))
         model.to(ctx.device)
@@ -186,6 +186,7 @@ def penalise(ctx: Context, *, how: str) -> None:
 
 
 def resident_mib() -> float:
+    """The resident memory of this process, in MiB."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / 2**20
 
@@ -207,42 +208,43 @@ def steps(step: Callable[..., None], **options: Any) -> Callable[[Context], None
     return partial(count_steps, step=partial(step, **options))
 
 
-NO_GRAD = "under torch.no_grad() a forward saves nothing"
-KEPT = "the running loss has the graph of each batch"
+NO_GRAD = "under torch.no_grad(), a forward saves nothing"
+ITEM = "item() returns a number, which has no graph"
+KEPT = "the running loss keeps the graph of each batch"
 
 running = pair("evaluation", steps(add_up, how="graph"), steps(add_up, how="no_grad"), because=KEPT, fixed=NO_GRAD)
 
 probe = Probe(
     experiments=(running.on_gpus(1, name="gpu", expected_s=(10, 10)), running),
     variants=(
-        pair("item", steps(add_up, how="graph"), steps(add_up, how="item"), because=KEPT, fixed="item() is a number"),
+        pair("item", steps(add_up, how="graph"), steps(add_up, how="item"), because=KEPT, fixed=ITEM),
         pair(
             "eval-mode",
             steps(add_up, how="eval"),
             steps(add_up, how="no_grad"),
-            because="model.eval() changes dropout and BatchNorm, and saves all the same",
+            because="model.eval() changes dropout and BatchNorm, but autograd still saves activations",
             fixed=NO_GRAD,
         ),
         pair(
             "collector",
             steps(add_up, how="collect"),
             steps(add_up, how="item"),
-            because="gc.collect() frees nothing that is in use",
-            fixed="item() is a number",
+            because="the running loss keeps the graph, and gc.collect() frees nothing that is in use",
+            fixed=ITEM,
         ),
         pair(
             "python-cycle",
             steps(circle, collected=False),
             steps(circle, collected=True),
-            because="nothing but a Python cycle names the output, and the collector is off",
+            because="only a Python reference cycle holds the output, but the garbage collector is off",
             fixed="gc.collect() frees what only a cycle holds",
         ),
         pair(
             "trainer-log",
             steps(log, as_number=False),
             steps(log, as_number=True),
-            because="Trainer.log puts the tensor into state.log_history",
-            fixed="item() is a number",
+            because="Trainer.log stores the tensor with its graph in state.log_history",
+            fixed=ITEM,
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ">=0.30"}),
             expected_s=(5, 5),
         ),
@@ -250,37 +252,37 @@ probe = Probe(
             "auxiliary",
             steps(add_up_trained, logged_alone=True),
             steps(add_up_trained, logged_alone=False),
-            because="no backward goes through the term that is only logged",
-            fixed="the loss whose backward has run: its saved tensors are gone, and only small nodes are kept",
+            because="the loop adds up a term that it only logs, so no backward frees what its graph saved",
+            fixed="the loop adds up the loss, and its backward has freed what the graph saved",
         ),
         pair(
             "outputs",
             steps(collect, detached=False),
             steps(collect, detached=True),
-            because="the list has outputs with their graphs",
-            fixed="the outputs are detached",
+            because="the list keeps outputs with their graphs",
+            fixed="the loop detaches the outputs",
         ),
         pair(
             "average",
             steps(average, no_grad=False),
             steps(average, no_grad=True),
-            because="the average of this step has the graph of all steps before",
-            fixed="the average is updated under no_grad",
+            because="the average of this step holds the graphs of all previous steps",
+            fixed="the loop updates the average under no_grad",
         ),
         pair(
             "create-graph",
             partial(penalise, how="backward"),
             partial(penalise, how="grad"),
-            because="backward(create_graph=True) leaves a cycle that Python's collector does not see",
-            fixed="torch.autograd.grad makes no cycle",
+            because="backward(create_graph=True) creates a cycle that Python's garbage collector does not see",
+            fixed="torch.autograd.grad creates no cycle",
             expect=GROWN,
         ),
         pair(
             "grad-to-none",
             partial(penalise, how="backward"),
             partial(penalise, how="none"),
-            because="the cycle goes through .grad",
-            fixed=".grad is set to None before the model goes",
+            because="backward(create_graph=True) creates a cycle through .grad",
+            fixed="the code sets .grad to None before it deletes the model",
             expect=GROWN,
         ),
     ),

@@ -1,4 +1,4 @@
-"""Every decoding step of a sharded model is a collective, and a rank whose answer is complete makes no more of them."""
+"""Every decoding step of a sharded model is a collective, and a rank stops decoding when its answer is complete."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, List, Tuple
 from kb.cpu_arms import import_deepspeed
 from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
 
-LENGTHS = (2, 5)  # tokens of the answer, rank by rank
+LENGTHS = (2, 5)  # tokens in the answer of rank 0 and of rank 1
 
 
 def decode(ctx: Context, *, stop: str, ranks: Tuple[int, ...] = (0, 1), barrier: bool = False) -> None:
-    """A hand-written decoding loop over a sharded model. Only the tokens before the end of an answer are kept.
+    """Runs a custom decoding loop on a sharded model, and compares its answer with that of the unsharded model.
 
-    `stop` is when a rank leaves the loop: at the end of its answer, when all answers are complete, or after a fixed
-    number of steps. Ranks that are not in `ranks` do not generate, as under `if is_main_process`.
+    `stop` says when a rank leaves the loop: `complete`, at the end of its own answer; `all complete`, when all answers
+    are complete; `fixed`, after a fixed number of steps. A rank keeps only the tokens of its answer. Ranks that are not
+    in `ranks` do not generate, as under `if is_main_process`.
     """
     import torch
     from torch import nn
@@ -50,12 +51,12 @@ def decode(ctx: Context, *, stop: str, ranks: Tuple[int, ...] = (0, 1), barrier:
             ctx.note(tokens=tokens, forwards=forwards)
     if barrier:
         dist.barrier()
-    ctx.meet("generated", timeout_s=15)  # the rank that is done is alive and busy elsewhere, as in training
+    ctx.meet("generated", timeout_s=15)  # a rank that is done stays alive, as in training
     assert tokens == expected or ctx.rank not in ranks, (tokens, expected)
 
 
 def shard(ctx: Context, model: Any) -> Any:
-    """FSDP2, or FSDP1 before torch 2.7, whose FSDP2 wants CUDA; each layer is a unit."""
+    """Shards each layer with FSDP2, or with FSDP1 before torch 2.7, whose FSDP2 needs CUDA."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 7):
@@ -74,13 +75,13 @@ def fsdp1(ctx: Context, model: Any) -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     wrap = partial(FullyShardedDataParallel, use_orig_params=True, device_id=ctx.device)
-    for at, layer in enumerate(model):
-        model[at] = wrap(layer)
+    for index, layer in enumerate(model):
+        model[index] = wrap(layer)
     return wrap(model)
 
 
 def summon(ctx: Context, *, until_all_complete: bool) -> None:
-    """FSDP1's summon_full_params around a decoding loop."""
+    """Runs a decoding loop inside FSDP1's summon_full_params."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel
@@ -103,7 +104,7 @@ def summon(ctx: Context, *, until_all_complete: bool) -> None:
 
 
 def answer(model: Any, device: Any, length: int) -> List[int]:
-    """The answer of the model when it is not sharded."""
+    """The first `length` tokens that the unsharded model generates."""
     import torch
 
     tokens: List[int] = [1]
@@ -113,7 +114,7 @@ def answer(model: Any, device: Any, length: int) -> List[int]:
 
 
 def generate(ctx: Context, *, synced_gpus: bool) -> None:
-    """transformers' generate() on a DeepSpeed model without an HfDeepSpeedConfig, on CPU and gloo."""
+    """Calls generate() of transformers on a ZeRO-3 model without an HfDeepSpeedConfig, on CPU and gloo."""
     import torch
 
     deepspeed = import_deepspeed()
@@ -127,10 +128,9 @@ def generate(ctx: Context, *, synced_gpus: bool) -> None:
     batch = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     options = {"do_sample": False, "max_new_tokens": LENGTHS[ctx.rank], "pad_token_id": 0}
     expected = model.generate(**batch, **options).tolist()
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # shard small weights too
-    engine = deepspeed.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})[
-        0
-    ]
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}  # 0: shard the small weights too
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     model = engine.module
     ctx.reached()
     if synced_gpus:
@@ -143,12 +143,11 @@ def generate(ctx: Context, *, synced_gpus: bool) -> None:
 
 
 GLOO = raised(GLOO_TIMEOUT)
-ALONE = "rank 0's answer ends after two tokens, and rank 1's third step gathers weights alone"
-TOGETHER = "a rank whose answer is complete goes on calling the model until all are, and drops what comes out"
+ALONE = "rank 0's answer ends after two tokens, so rank 1 gathers the weights alone in its third step"
+TOGETHER = "a rank whose answer is complete calls the model until all answers are complete, and ignores the output"
 
 AT_ONCE = Arm(partial(decode, stop="complete"), expect=GLOO, because=ALONE, fidelity="cpu")
 ALL_TOGETHER = Arm(partial(decode, stop="all complete"), expect=completed(), because=TOGETHER, fidelity="cpu")
-FSDP2 = Needs(packages={"torch": ">=2.7"})  # on the CPU
 
 gloo = Experiment(name="gloo", control=AT_ONCE, treatment=ALL_TOGETHER, expected_s=(2.4, 0.3))
 one_rank = Experiment(
@@ -156,13 +155,13 @@ one_rank = Experiment(
     control=Arm(
         partial(decode, stop="all complete", ranks=(1,)),
         expect=GLOO,
-        because="the flag is reduced before each step, and rank 0 does not generate",
+        because="rank 1 all-reduces a flag before each step, but rank 0 does not generate",
         fidelity="cpu",
     ),
     treatment=Arm(
         partial(decode, stop="all complete"),
         expect=completed(),
-        because="both ranks generate, and the result of one is used",
+        because="both ranks generate, even if the caller needs only one result",
         fidelity="cpu",
     ),
     expected_s=(2.4, 0.3),
@@ -173,17 +172,17 @@ fixed_length = Experiment(
     treatment=Arm(
         partial(decode, stop="fixed"),
         expect=completed(),
-        because="every rank makes the same number of steps and cuts its answer afterwards",
+        because="every rank makes the same number of steps and keeps only the tokens of its answer",
         fidelity="cpu",
     ),
     expected_s=(2.4, 0.3),
 )
-barrier_behind = Experiment(
+barrier_after = Experiment(
     name="barrier",
     control=Arm(
         partial(decode, stop="complete", barrier=True),
         expect=GLOO,
-        because="rank 0, which is done, waits in a barrier behind the loop, and rank 1 for rank 0's weights",
+        because="rank 0 is done and waits in a barrier after the loop, while rank 1 waits for rank 0's weights",
         fidelity="cpu",
     ),
     treatment=Arm(
@@ -196,7 +195,7 @@ summoned = Experiment(
     control=Arm(
         partial(summon, until_all_complete=False),
         expect=GLOO,
-        because="inside summon_full_params each forward gathers all the same, and rank 0 leaves the loop first",
+        because="each forward still gathers weights inside summon_full_params, and rank 0 leaves the loop first",
         fidelity="cpu",
     ),
     treatment=Arm(partial(summon, until_all_complete=True), expect=completed(), because=TOGETHER, fidelity="cpu"),
@@ -217,5 +216,5 @@ probe = Probe(
         gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
         gloo,
     ),
-    variants=(one_rank, fixed_length, barrier_behind, summoned, zero3),
+    variants=(one_rank, fixed_length, barrier_after, summoned, zero3),
 )
