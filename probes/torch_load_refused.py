@@ -1,4 +1,4 @@
-"""transformers from 4.52 on refuses every file of torch.save where torch is older than 2.6."""
+"""transformers 4.52 and newer refuse every file of torch.save if torch is older than 2.6."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from kb.probe import (
 SAFE_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
-class FromStranger:
-    """A hostile checkpoint: its pickle calls a function while it is read. This one makes a folder."""
+class HostileObject:
+    """An object whose pickle runs code when somebody loads it; this one creates a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -45,7 +45,7 @@ class FromStranger:
 
 @contextlib.contextmanager
 def installed(release: str) -> Iterator[None]:
-    """transformers sees this release of torch, or, where it is empty, the one that is installed."""
+    """Makes transformers see this release of torch, or the installed one if `release` is empty."""
     from transformers.utils import import_utils  # type: ignore[import-not-found,unused-ignore]
 
     version = metadata.version
@@ -70,7 +70,7 @@ def config() -> Any:
 
 
 def write_model(folder: str) -> Any:
-    """A model as a hub has it that knows no safetensors, and the weights in it."""
+    """Writes a model with a pytorch_model.bin, as older hub repositories have it, and returns its weights."""
     import torch
     from transformers import BertModel
 
@@ -81,7 +81,7 @@ def write_model(folder: str) -> Any:
 
 
 def convert(folder: str) -> None:
-    """The weights as safetensors, beside the file that they come from."""
+    """Converts pytorch_model.bin of a folder to safetensors, next to it."""
     import torch
     from safetensors.torch import save_file  # type: ignore[import-not-found,unused-ignore]
 
@@ -92,7 +92,7 @@ def convert(folder: str) -> None:
 
 
 def load(ctx: Context, *, release: str, converted: bool = False) -> None:
-    """from_pretrained of a folder whose weights are a file of torch.save, or safetensors as well."""
+    """Loads a model whose weights are a file of torch.save; with `converted`, they are there as safetensors too."""
     import torch
     from transformers import BertModel
 
@@ -106,20 +106,20 @@ def load(ctx: Context, *, release: str, converted: bool = False) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
 
 
-def load_stranger(ctx: Context, **options: bool) -> None:
-    """A hostile file under the name of a model, loaded with or without weights_only=False."""
+def load_hostile(ctx: Context, **options: bool) -> None:
+    """Loads a model whose file contains code; `options` may be weights_only=False."""
     import torch
     from transformers import BertModel
 
     folder, made = ctx.path("model"), Path(ctx.path("made"))
     weights = write_model(folder)
-    torch.save({**weights, "extra": FromStranger(str(made))}, os.path.join(folder, "pytorch_model.bin"))
+    torch.save({**weights, "extra": HostileObject(str(made))}, os.path.join(folder, "pytorch_model.bin"))
     ctx.reached()
     message = ""
     try:
         with installed("2.5.1"):
             BertModel.from_pretrained(folder, **options)
-    except Exception as error:  # with weights_only=False it is about what the file has besides tensors
+    except Exception as error:  # with weights_only=False, transformers complains about the key that is no tensor
         message = str(error)
     if made.exists():
         raise Symptom("the pickle of a file that was to be refused made the folder %s" % made.name)
@@ -127,12 +127,12 @@ def load_stranger(ctx: Context, **options: bool) -> None:
 
 
 def resume(ctx: Context, *, from_weights: bool) -> None:
-    """The Trainer goes on from its checkpoint, or starts anew with the weights in it."""
+    """Resumes a Trainer from its checkpoint, or starts a new run from the weights in it."""
     import torch
     from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # no launcher
+        os.environ.pop(name, None)  # there is no launcher
     rows = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "labels": 0}]
     settings: Any = {"per_device_train_batch_size": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments = TrainingArguments(ctx.path("out"), max_steps=1, save_steps=1, **settings)
@@ -151,7 +151,7 @@ def resume(ctx: Context, *, from_weights: bool) -> None:
 
 
 def judge(ctx: Context, *, safetensors: bool) -> None:
-    """The rule of the check below, on a folder with one kind of file or with both, for torch 2.5.1."""
+    """Applies the rule of the check to a folder that has a .bin, and safetensors too or not."""
     ctx.reached()
     names = refused(["model.safetensors", "pytorch_model.bin"][0 if safetensors else 1 :], (4, 52))
     if names:
@@ -159,7 +159,7 @@ def judge(ctx: Context, *, safetensors: bool) -> None:
 
 
 def refused(names: List[str], transformers: Any) -> List[str]:
-    """The files of a model's or a checkpoint's folder that this transformers reads with torch.load."""
+    """The files of a model or a checkpoint that this release of transformers reads with torch.load."""
     pattern = r"(rank\d+-of-\d+-)?(optimizer|scheduler|scaler|spk_dict)\.pt|adapter\.[\w-]+\.bin"
     if transformers >= (5,):
         pattern += r"|rng_state\w*\.pth"
@@ -169,7 +169,7 @@ def refused(names: List[str], transformers: Any) -> List[str]:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the transformers of this interpreter refuse files of torch.save, and which of this folder?"""
+    """Does the transformers of this interpreter refuse files of torch.save, and which files of this folder?"""
     try:
         releases = metadata.version("torch"), metadata.version("transformers")
     except metadata.PackageNotFoundError as error:
@@ -177,33 +177,34 @@ def check(params: Mapping[str, Any]) -> Finding:
     pair = "torch %s, transformers %s" % releases
     torch, transformers = map(numbers, releases)
     if not torch or not transformers:
-        return unknown(pair + ": these are not the numbers of a release")
+        return unknown(pair + ": kb cannot read these version numbers")
     if torch >= (2, 6) and not re.match(r"2\.6(\.0)?(a|b|rc|\.dev)", releases[0]):
         return clear(pair + ": torch is 2.6 or newer")
     if transformers < (4, 52):
-        return clear(pair + ": this transformers does not ask for torch 2.6; files of strangers are no safer for that")
-    advice = "torch 2.6 or newer with its companions, or safetensors: `kb show torch-load-refused`"
+        return clear(pair + ": this transformers does not require torch 2.6, but files from strangers are not safe")
+    advice = "use torch 2.6 or newer with its companions, or safetensors: `kb show torch-load-refused`"
     if transformers >= (5, 20):
         return exposed(pair + ": this transformers does not use a torch below 2.6 at all", advice=advice)
     folder = params["folder"]
     if folder is None:
-        return exposed(pair + ": every .bin of weights and every resume of the Trainer is refused", advice=advice)
+        why = ": transformers refuses weights in .bin files, and refuses to resume a Trainer"
+        return exposed(pair + why, advice=advice)
     try:
         names = sorted(os.listdir(folder))
     except (OSError, ValueError) as error:
-        return unknown("%s cannot be read as a folder: %s" % (folder, error))
+        return unknown("kb cannot read the folder %s: %s" % (folder, error))
     if refused(names, transformers):
         found = ", ".join(refused(names, transformers))
-        return exposed("%s: refused in %s: %s" % (pair, folder, found), advice=advice)
+        return exposed("%s: transformers refuses these files in %s: %s" % (pair, folder, found), advice=advice)
     if any(name.startswith("checkpoint-") for name in names):
-        return unknown("%s: there are checkpoints in %s; name one of them" % (pair, folder))
+        return unknown("%s: %s contains checkpoints; name one of them" % (pair, folder))
     if not any(name in SAFE_WEIGHTS for name in names):
-        return unknown("%s: no weights of transformers were found in %s" % (pair, folder))
+        return unknown("%s: %s contains no weights of transformers" % (pair, folder))
     return clear("%s: the weights in %s are safetensors" % (pair, folder))
 
 
 def numbers(version: Any) -> Any:
-    """The first two numbers of a release, none where it has another form."""
+    """The first two numbers of a version, or () if it has another form."""
     found = re.match(r"(\d+)\.(\d+)", version or "")
     return tuple(map(int, found.groups())) if found else ()
 
@@ -225,11 +226,11 @@ def pair(
     packages: Mapping[str, str] = MappingProxyType(NEEDS),
     fidelity: str = "stand-in",
 ) -> Experiment:
-    real = "an installed torch of the release that transformers is made to see" if fidelity != "cpu" else ""
+    stands_for = "an old torch; the probe makes transformers see its version number" if fidelity != "cpu" else ""
     return Experiment(
         name=name,
-        control=Arm(broken, expect=expect, because=because, fidelity=fidelity, stands_for=real),
-        treatment=Arm(fixed, expect=completed(), because=fix, fidelity=fidelity, stands_for=real),
+        control=Arm(broken, expect=expect, because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(fixed, expect=completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
         world_size=1,
         needs=Needs(packages=packages, memory_mib=256 if fidelity == "model" else 1024),
         deadline_s=90.0,
@@ -252,7 +253,7 @@ rule = pair(
     partial(judge, safetensors=False),
     partial(judge, safetensors=True),
     "the only weights of the folder are a .bin",
-    "there are safetensors beside it",
+    "the folder has safetensors too",
     expect=symptom(r"transformers 4\.52 with torch 2\.5\.1 refuses pytorch_model\.bin"),
     packages={},
     fidelity="model",
@@ -261,23 +262,23 @@ release = pair(
     "release",
     partial(load, release="2.6.0a0+ecf3bae40a"),
     partial(load, release="2.6.0"),
-    "transformers sees a build of torch 2.6 from before its release",
-    "transformers sees torch 2.6.0, and reads the same .bin",
+    "transformers sees a pre-release of torch 2.6",
+    "transformers sees torch 2.6.0, and loads the same .bin",
 )
 resumed = pair(
     "resume",
     partial(resume, from_weights=False),
     partial(resume, from_weights=True),
-    "the model of the checkpoint is safetensors, its optimizer and scheduler are files of torch.save",
-    "a new run starts with the weights of the checkpoint",
+    "the model in the checkpoint is safetensors, but its optimizer and scheduler are files of torch.save",
+    "a new run starts from the weights of the checkpoint",
     packages={**NEEDS, "accelerate": ""},
 )
 stranger = pair(
     "stranger",
-    partial(load_stranger, weights_only=False),
-    load_stranger,
-    "from_pretrained(weights_only=False) asks for no release, and runs what the file says",
-    "without it the file is refused, and nothing in it is run",
+    partial(load_hostile, weights_only=False),
+    load_hostile,
+    "from_pretrained(weights_only=False) skips the check of the release, and runs the code in the file",
+    "without weights_only=False, transformers refuses the file and runs nothing in it",
     expect=symptom(r"the pickle of a file that was to be refused made the folder made"),
 )
 probe = Probe(
