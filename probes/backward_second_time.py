@@ -1,4 +1,4 @@
-"""A backward reaches a part of the graph whose saved tensors an earlier backward has freed."""
+"""A backward pass reaches a part of the graph whose saved tensors an earlier backward pass has freed."""
 
 from functools import partial
 from typing import Any, Callable
@@ -7,7 +7,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Probe, Symptom, Unavailab
 
 
 def unroll(ctx: Context, *, detached: bool) -> None:
-    """A hidden state goes from one step to the next."""
+    """Trains a recurrent cell whose hidden state is carried over from step to step."""
     import torch
 
     torch.manual_seed(0)
@@ -27,7 +27,7 @@ def unroll(ctx: Context, *, detached: bool) -> None:
 
 
 def add_up(ctx: Context, *, detached: bool, retained: bool = False) -> None:
-    """A running loss for the progress bar; the gradient of each step is 1."""
+    """Keeps a running loss for the progress bar; the right gradient of each step is 1."""
     import torch
 
     weight = torch.ones(1, requires_grad=True, device=ctx.device)
@@ -49,7 +49,7 @@ def add_up(ctx: Context, *, detached: bool, retained: bool = False) -> None:
 
 
 def share(ctx: Context, *, together: bool) -> None:
-    """Two losses of one forward."""
+    """Computes two losses from one forward, and calls backward on each or on their sum."""
     import torch
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def share(ctx: Context, *, together: bool) -> None:
 
 
 def oppose(ctx: Context, *, detached: bool, summed: bool = False) -> None:
-    """The discriminator's loss goes through the generator, whose own loss comes next."""
+    """Calls backward on the discriminator's loss, which reaches the generator, and then on the generator's loss."""
     import torch
 
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def oppose(ctx: Context, *, detached: bool, summed: bool = False) -> None:
 
 
 def reuse(ctx: Context, *, inside: bool) -> None:
-    """Mixing weights that come from a parameter are computed above the loop."""
+    """Computes mixing weights from a parameter, before the loop or in each step."""
     import torch
 
     alpha = torch.zeros(3, requires_grad=True, device=ctx.device)
@@ -105,7 +105,7 @@ def reuse(ctx: Context, *, inside: bool) -> None:
 
 
 def keep_mean(ctx: Context, *, under_no_grad: bool) -> None:
-    """A running mean that the loss reads: a center, a codebook, a statistic that is no BatchNorm's."""
+    """Updates a running mean that the loss uses, such as a center or a codebook."""
     import torch
 
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def keep_mean(ctx: Context, *, under_no_grad: bool) -> None:
 
 
 def recompute(ctx: Context, *, use_reentrant: bool, retained: bool = False) -> None:
-    """Checkpointed layers take a tensor that has a graph from around them, as a decoder takes what the encoder gave."""
+    """Checkpoints layers that read a tensor with a graph from a closure, as a decoder reads the encoder's output."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -148,14 +148,14 @@ def recompute(ctx: Context, *, use_reentrant: bool, retained: bool = False) -> N
 
 
 def compiled(ctx: Context, *, together: bool) -> None:
-    """Two outputs of one compiled function that have nothing in common but the function."""
+    """Calls backward on two outputs of one compiled function, which share no tensor."""
     import torch
 
     def losses(a: Any, b: Any) -> Any:
         return a.sin().sum(), b.sin().sum()
 
     first, second = (torch.ones(3, requires_grad=True, device=ctx.device) for _ in range(2))
-    for loss in losses(first, second):  # without the compiler two calls of backward pass
+    for loss in losses(first, second):  # in eager mode, both calls of backward succeed
         loss.backward()
     expected, first.grad, second.grad = second.grad, None, None
     try:
@@ -172,14 +172,14 @@ def compiled(ctx: Context, *, together: bool) -> None:
 
 
 def share_among_ranks(ctx: Context, *, together: bool = False) -> None:
-    """Two losses of one forward under DDP: is the gradient the mean of the ranks?"""
+    """Computes two losses from one forward under DDP, and compares the gradient with the mean over the ranks."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     dist = ctx.init_process_group(timeout_s=20)
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2).to(ctx.device)
-    torch.manual_seed(ctx.rank)  # other data on every rank
+    torch.manual_seed(ctx.rank)  # each rank has different data
     batch = torch.randn(2, 3, device=ctx.device)
     output = layer(batch)
     (expected,) = torch.autograd.grad(output.square().mean() + output.mean(), layer.weight)
@@ -227,8 +227,8 @@ probe = Probe(
             "hidden-state",
             partial(unroll, detached=False),
             partial(unroll, detached=True),
-            "the hidden state still belongs to the graph of the step before",
-            "it is detached at the border of the step",
+            "the hidden state still belongs to the graph of the previous step",
+            "the loop detaches the hidden state at the start of each step",
         ),
     ),
     variants=(
@@ -236,28 +236,28 @@ probe = Probe(
             "running-loss",
             partial(add_up, detached=False),
             partial(add_up, detached=True),
-            "the sum of the losses goes backward in each step",
-            "the loss of the step goes backward, the sum holds no graph",
+            "each step calls backward on the sum of all losses so far",
+            "each step calls backward on its own loss, and adds it up detached",
         ),
         pair(
             "two-losses",
             partial(share, together=False),
             partial(share, together=True),
-            "two losses of one forward go backward one after the other",
-            "their sum goes backward once",
+            "the step calls backward on each of two losses of one forward",
+            "the step calls backward once, on the sum of both losses",
         ),
         pair(
             "gan",
             partial(oppose, detached=False),
             partial(oppose, detached=True),
-            "the discriminator's loss goes backward through the generator",
+            "the backward of the discriminator's loss also goes through the generator",
             "the discriminator gets a detached image",
         ),
         pair(
             "gan-summed",
             partial(oppose, detached=False, summed=True),
             partial(oppose, detached=True),
-            "the sum of two opposed losses goes backward, and they cancel out in the generator",
+            "the step calls backward on the sum of two opposed losses, which cancel out in the generator",
             "the discriminator gets a detached image",
             symptom(r"no error, and the gradient of the generator has the norm 0"),
         ),
@@ -265,44 +265,44 @@ probe = Probe(
             "above-the-loop",
             partial(reuse, inside=False),
             partial(reuse, inside=True),
-            "a tensor that depends on a parameter is computed once",
-            "it is computed in each step",
+            "a tensor that depends on a parameter is computed once, before the loop",
+            "the loop computes that tensor in each step",
         ),
         pair(
             "running-mean",
             partial(keep_mean, under_no_grad=False),
             partial(keep_mean, under_no_grad=True),
-            "a running mean holds the graph of the step before",
-            "it is updated under no_grad",
+            "the running mean holds the graph of the previous step",
+            "the loop updates the running mean under no_grad",
         ),
         pair(
             "retained-sum",
             partial(add_up, detached=False, retained=True),
             partial(add_up, detached=True, retained=True),
-            "the sum of the losses goes backward in each step, and retain_graph=True keeps the graphs",
-            "the loss of the step goes backward",
+            "each step calls backward on the sum of all losses, and retain_graph=True keeps their graphs",
+            "each step calls backward on its own loss",
             symptom(r"gradient 2\.0 instead of 1\.0, and no error"),
         ),
         pair(
             "reentrant",
             partial(recompute, use_reentrant=True),
             partial(recompute, use_reentrant=False),
-            "each recomputed layer goes backward on its own, through the encoder as well",
-            "recomputed layers belong to the one backward",
+            "each recomputed layer runs its own backward, which goes through the encoder too",
+            "the recomputed layers are part of the one backward",
         ),
         pair(
             "reentrant-retained",
             partial(recompute, use_reentrant=True, retained=True),
             partial(recompute, use_reentrant=False, retained=True),
-            "retain_graph=True does not reach the backward of a recomputed layer",
-            "recomputed layers belong to the one backward",
+            "retain_graph=True has no effect on the backward of a recomputed layer",
+            "the recomputed layers are part of the one backward",
         ),
         pair(
             "compiled",
             partial(compiled, together=False),
             partial(compiled, together=True),
-            "all that is compiled together is one node, and its first backward frees it",
-            "the sum goes backward once",
+            "the compiled function is one node of the graph, and the first backward frees its saved tensors",
+            "the step calls backward once, on the sum",
             deadline_s=90.0,
             expected_s=(5.0, 5.0),
         ),
@@ -310,8 +310,8 @@ probe = Probe(
             "ddp-retained",
             share_among_ranks,
             partial(share_among_ranks, together=True),
-            "DDP averages in the first backward of a forward only, and the second adds what each rank has alone",
-            "the sum goes backward once",
+            "DDP averages only in the first backward after a forward, so the second adds each rank's own gradient",
+            "the step calls backward once, on the sum",
             OFF,
             world_size=2,
             expected_s=(1.0, 1.0),

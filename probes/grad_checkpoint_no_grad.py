@@ -1,4 +1,4 @@
-"""Adapters behind a frozen embedding are checkpointed reentrantly: the backward pass finds nothing to differentiate."""
+"""Reentrant checkpointing after a frozen embedding leaves the adapters out of the graph, so they get no gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train_step(
     in_place: bool = False,
     copied: bool = False,
 ) -> None:
-    """One forward and backward pass; four adapter matrices should get a gradient."""
+    """Runs one forward and backward pass, in which four adapter matrices should get a gradient."""
     import torch
     from torch import nn
     from torch.utils.checkpoint import checkpoint
@@ -48,20 +48,20 @@ def train_step(
     head = nn.Linear(8, 16).requires_grad_(head_trains)
     if copied:
         embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True).clone())  # noqa: ARG005
-    elif hook:  # what enable_input_require_grads() does
+    elif hook:  # enable_input_require_grads() does this
         embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))  # noqa: ARG005
     ctx.reached()
     if embeds:
         hidden = embedding.weight[[1, 2, 3]]
     else:
         hidden = embedding(torch.tensor([1, 2, 3]))
-    if in_place:  # as a model writes image features between its tokens
+    if in_place:  # a multimodal model writes its image features in this way
         try:
             hidden[torch.tensor([False, True, False])] = torch.ones(1, 8)
         except RuntimeError as error:
             raise Symptom(f"forward: {error}") from error
     for layer in layers:
-        if by_keyword:  # as a layer is checkpointed that gets its hidden states by keyword
+        if by_keyword:
             hidden = checkpoint(partial(layer, x=hidden), use_reentrant=reentrant)
         elif reentrant:
             hidden = checkpoint(layer, hidden, use_reentrant=True)
@@ -93,7 +93,7 @@ def adapted_layers() -> Any:
 
 
 def train_ddp(ctx: Context, *, reentrant: bool = True, hook: bool = False, find_unused: bool = False) -> None:
-    """Three steps of DDP with a trainable head behind the checkpointed layers."""
+    """Trains three steps with DDP and a trainable head after the checkpointed layers."""
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
@@ -128,24 +128,25 @@ def train_ddp(ctx: Context, *, reentrant: bool = True, hook: bool = False, find_
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Was this adapter trained at all? Without one: is the installed default the reentrant one?"""
+    """Was this adapter trained at all? Without an adapter: is checkpointing reentrant by default here?"""
     if params["adapter"] is not None:
         return inspect_adapter(params["adapter"])
     transformers, peft = version("transformers"), version("peft")
-    look = "an adapter that was trained without an error can be looked at: --set adapter=FOLDER (or a .safetensors)"
+    look = "to check an adapter that was trained without an error, run --set adapter=FOLDER (or a .safetensors)"
     if not transformers or not peft:
-        missing = " and ".join(
-            name for name, message in (("transformers", transformers), ("peft", peft)) if not message
-        )
-        return unknown("%s not installed; how your own code calls checkpoint() is not visible" % missing, advice=look)
+        installed = {"transformers": transformers, "peft": peft}
+        missing = " and ".join(name for name, release in installed.items() if not release)
+        why = "this interpreter lacks %s; kb does not see how your own code calls checkpoint()" % missing
+        return unknown(why, advice=look)
     message = "transformers %s, peft %s: gradient_checkpointing_enable() " % (transformers, peft)
     if re.match(r"[0-4]\.", transformers):
-        return exposed(message + "is reentrant unless told otherwise", advice="use_reentrant=False; " + look)
-    return unknown(message + "is non-reentrant by default; use_reentrant=True in a job is not visible", advice=look)
+        return exposed(message + "is reentrant by default", advice="set use_reentrant=False; " + look)
+    why = "is non-reentrant by default; kb does not see use_reentrant=True in a job"
+    return unknown(message + why, advice=look)
 
 
 def inspect_adapter(path: Path) -> Finding:
-    """LoRA's B matrices start at zero and leave it with the first gradient."""
+    """Looks for B matrices of LoRA that are all zero, because they start at zero and change with the first gradient."""
     file = path / "adapter_model.safetensors" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
@@ -158,43 +159,50 @@ def inspect_adapter(path: Path) -> Finding:
                 stream.seek(head + begin)
                 data = stream.read(min(end - begin, 4 << 20))
                 if not data:
-                    return unknown("%s is empty in %s: it was saved partitioned, another incident" % (name, file))
+                    why = "%s is empty in %s: it was saved partitioned, which is a different incident" % (name, file)
+                    return unknown(why)
                 if not data.strip(b"\0"):
                     zero.append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return unknown("%s cannot be read as safetensors: %s" % (file, error))
+        return unknown("kb cannot read %s as safetensors: %s" % (file, error))
     if not names:
-        return unknown("%s holds no lora_B tensor" % file)
+        return unknown("%s has no lora_B tensor" % file)
+    return judge_adapter(file, names, zero)
+
+
+def judge_adapter(file: Path, names: List[str], zero: List[str]) -> Finding:
+    """The finding from the names of all lora_B tensors of a file, and of those that are all zero."""
     counted = "%d of %d lora_B tensors are all zero" % (len(zero), len(names))
-    in_layers = [name for name in names if re.search(r"\.\d+\.", name)]  # not those of lm_head or a classifier
+    in_layers = [name for name in names if re.search(r"\.\d+\.", name)]  # without those of lm_head or a classifier
     if in_layers and not set(in_layers) - set(zero):
         return exposed(
-            "every lora_B tensor of the layers is zero, %d of them, in %s" % (len(in_layers), file),
-            advice="no step has changed them (no gradient, learning rate 0), unless the save wrote initial values: "
+            "all %d lora_B tensors of the layers are zero in %s" % (len(in_layers), file),
+            advice="no step has changed them (no gradient, learning rate 0), or the save wrote initial values: "
             "count the gradients after one backward, or look at lora_B in the running job",
         )
     if zero:
         return unknown(
-            "%s in %s, the others are not; the first is %s" % (counted, file, zero[0]),
+            "%s in %s; the first is %s" % (counted, file, zero[0]),
             "modules that the data did not use stay zero too: a vision tower with text only, idle experts",
-            advice="are these the checkpointed ones? Count the gradients after one backward",
+            advice="check whether these layers are checkpointed, and count the gradients after one backward",
         )
     config = file.with_name("adapter_config.json")
     try:
-        start = json.loads(config.read_text()).get("init_lora_weights", True)
+        init = json.loads(config.read_text()).get("init_lora_weights", True)
     except (OSError, ValueError, AttributeError) as error:
-        return unknown("%s, but how they started is unknown: %s" % (counted, error))
-    if start not in (True, "gaussian"):
-        return unknown("%s, but init_lora_weights=%r need not start from zero" % (counted, start))
+        return unknown("%s, but kb cannot read their initial values: %s" % (counted, error))
+    if init not in (True, "gaussian"):
+        return unknown("%s, but init_lora_weights=%r need not start from zero" % (counted, init))
     return unknown(
-        "%s in %s: some training has changed them" % (counted, file),
-        "whether it was this run is not visible, if it continued an earlier adapter",
-        advice="compare with the adapter that it started from",
+        "%s in %s, so some training has changed them" % (counted, file),
+        "if this run continued an earlier adapter, kb cannot see which run changed them",
+        advice="compare the file with the adapter that the run started from",
     )
 
 
 NO_GRAD = raised(r"element 0 of tensors does not require grad and does not have a grad_fn")
 SILENT = symptom(r"no error, and 0 of 4 adapter matrices got a gradient")
+NON_REENTRANT = "the checkpoints are non-reentrant"
 
 
 def pair(
@@ -207,7 +215,7 @@ def pair(
     ranks: int = 1,
     **both: bool,
 ) -> Experiment:
-    """`change` is what only the treatment arm has, each keyword the other way round in the control arm."""
+    """An experiment whose treatment gets the keywords of `change`, and whose control gets their opposites."""
     broken = {key: not value for key, value in change.items()}
     return Experiment(
         name=name,
@@ -220,14 +228,14 @@ def pair(
 
 probe = Probe(
     check=check,
-    params={"adapter": Param("path", "a saved LoRA adapter, folder or .safetensors: were its weights ever updated?")},
+    params={"adapter": Param("path", "a saved LoRA adapter (folder or .safetensors), to check for updated weights")},
     experiments=(
         pair(
             "autograd",
             train_step,
             {"reentrant": False},
-            "reentrant checkpoints whose input, a frozen embedding's output, needs no gradient",
-            "non-reentrant checkpoints record the graph through the adapters",
+            "the checkpoints are reentrant, and their input comes from a frozen embedding and needs no gradient",
+            NON_REENTRANT + ", so they record the graph through the adapters",
         ),
     ),
     variants=(
@@ -235,18 +243,24 @@ probe = Probe(
             "silent",
             train_step,
             {"reentrant": False},
-            "the head behind the reentrant checkpoints trains, so nothing is raised",
-            "non-reentrant checkpoints",
+            "the checkpoints are reentrant, and the head after them trains, so no error is raised",
+            NON_REENTRANT,
             SILENT,
             head_trains=True,
         ),
-        pair("hook", train_step, {"hook": True}, "no hook on the embedding", "its output is made to require grad"),
+        pair(
+            "hook",
+            train_step,
+            {"hook": True},
+            "the embedding has no hook, so its output does not require grad",
+            "a hook makes the embedding's output require grad",
+        ),
         pair(
             "inputs-embeds",
             train_step,
             {"reentrant": False},
-            "the hook is on the embedding, and the model gets inputs_embeds",
-            "non-reentrant checkpoints",
+            "the embedding has the hook, but the model gets inputs_embeds, so nothing calls it",
+            NON_REENTRANT,
             embeds=True,
             hook=True,
         ),
@@ -254,7 +268,7 @@ probe = Probe(
             "in-place",
             train_step,
             {"copied": True},
-            "the hook, and a model that writes into the embedding's output in place",
+            "the hook makes the embedding's output require grad, and the model writes into it in place",
             "the hook returns a copy",
             symptom(r"forward: a (view of a )?leaf Variable that requires grad is being used in an in-place operation"),
             in_place=True,
@@ -264,8 +278,8 @@ probe = Probe(
             "keyword",
             train_step,
             {"reentrant": False},
-            "the layer gets its hidden states by keyword, where reentrant checkpoints do not look",
-            "non-reentrant checkpoints",
+            "the layer gets its hidden states by keyword, which a reentrant checkpoint does not look at",
+            NON_REENTRANT,
             hook=True,
             by_keyword=True,
         ),
@@ -273,8 +287,8 @@ probe = Probe(
             "loss-requires-grad",
             train_step,
             {"reentrant": False},
-            "loss.requires_grad_(True) takes away the error",
-            "the same, with non-reentrant checkpoints",
+            "loss.requires_grad_(True) removes the error, but the adapters are still not in the graph",
+            NON_REENTRANT,
             SILENT,
             loss_requires_grad=True,
         ),
@@ -282,8 +296,8 @@ probe = Probe(
             "ddp",
             train_ddp,
             {"reentrant": False},
-            "DDP, a head that trains and adapters that never get a gradient",
-            "non-reentrant checkpoints",
+            "the head trains, but the adapters never get a gradient, and DDP notices that in the second step",
+            NON_REENTRANT,
             symptom(r"step 1: Expected to have finished reduction in the prior iteration"),
             ranks=2,
         ),
@@ -291,8 +305,8 @@ probe = Probe(
             "ddp-find-unused",
             train_ddp,
             {"reentrant": False},
-            "the same, with find_unused_parameters=True",
-            "non-reentrant checkpoints",
+            "with find_unused_parameters=True, DDP does not notice that the adapters get no gradient",
+            NON_REENTRANT,
             SILENT,
             ranks=2,
             find_unused=True,
@@ -301,8 +315,8 @@ probe = Probe(
             "hook-find-unused",
             train_ddp,
             {"find_unused": False},
-            "the hook, reentrant checkpoints and find_unused_parameters=True",
-            "without find_unused_parameters",
+            "the job combines the hook, reentrant checkpoints and find_unused_parameters=True",
+            "find_unused_parameters is False",
             symptom(r"step 0: Expected to mark a variable ready only once"),
             ranks=2,
             hook=True,

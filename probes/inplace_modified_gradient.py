@@ -1,4 +1,4 @@
-"""A tensor that the backward needs is written first: by an in-place operation, or by an optimizer step."""
+"""An in-place operation or an optimizer step writes into a tensor that a later backward still needs."""
 
 import copy
 import importlib
@@ -9,7 +9,7 @@ from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Un
 
 
 def build(ctx: Context) -> Tuple[Any, Any, Any, Any]:
-    """Generator, discriminator, the discriminator's optimizer and noise; the same numbers in each arm."""
+    """Returns generator, discriminator, the discriminator's optimizer and noise, with the same numbers in each arm."""
     import torch
 
     torch.manual_seed(0)
@@ -19,7 +19,7 @@ def build(ctx: Context) -> Tuple[Any, Any, Any, Any]:
 
 
 def alternate(ctx: Context, *, forward_after_step: bool) -> None:
-    """One iteration of a GAN whose two losses share a forward of the discriminator."""
+    """Runs one iteration of a GAN; the generator's forward through the discriminator comes before or after its step."""
     generator, discriminator, optimizer_d, noise = build(ctx)
     fake = generator(noise)
     if not forward_after_step:
@@ -36,7 +36,7 @@ def alternate(ctx: Context, *, forward_after_step: bool) -> None:
 
 
 def backward_both(ctx: Context, *, only_generator: bool = True, reentrant: Optional[bool] = None) -> None:
-    """The order that threads give: both backward passes, then the steps."""
+    """Runs both backward passes before the steps, which is the usual advice on the web."""
     from torch.utils.checkpoint import checkpoint
 
     generator, discriminator, _, noise = build(ctx)
@@ -48,7 +48,7 @@ def backward_both(ctx: Context, *, only_generator: bool = True, reentrant: Optio
     g_loss = -discriminator(fake).mean()
     ctx.reached()
     d_loss.backward()
-    own = discriminator.weight.grad.clone()
+    before = discriminator.weight.grad.clone()
     if only_generator:
         g_loss.backward(inputs=list(generator.parameters()))
     else:
@@ -56,13 +56,13 @@ def backward_both(ctx: Context, *, only_generator: bool = True, reentrant: Optio
     trained = sum(p.grad is not None for p in generator.parameters())
     if trained < 2:
         raise Symptom("%d of 2 parameters of the generator have a gradient, and no error" % trained)
-    foreign = (discriminator.weight.grad - own).abs().max().item()
-    if foreign:
-        raise Symptom("%.3f of the discriminator's gradient is the generator's" % foreign)
+    added = (discriminator.weight.grad - before).abs().max().item()
+    if added:
+        raise Symptom("%.3f of the discriminator's gradient is the generator's" % added)
 
 
 def unroll(ctx: Context, *, detached: bool) -> None:
-    """A hidden state is carried over, and retain_graph=True was the answer to the first error."""
+    """Carries a hidden state over from step to step, detached or with retain_graph=True."""
     import torch
 
     cell = torch.nn.RNNCell(3, 4).to(ctx.device)
@@ -80,7 +80,7 @@ def unroll(ctx: Context, *, detached: bool) -> None:
 
 
 def activate(ctx: Context, *, in_place: bool, hooked: bool = False) -> None:
-    """An activation is overwritten; with a full backward hook it is a view of a custom Function, refused at once."""
+    """Overwrites an activation; with a full backward hook, it is a view that torch refuses to modify at once."""
     import torch
     from torch import nn
 
@@ -102,7 +102,7 @@ def activate(ctx: Context, *, in_place: bool, hooked: bool = False) -> None:
 
 
 def save_selectively(ctx: Context, *, in_place: bool) -> None:
-    """What a selective checkpoint has saved is overwritten in the forward."""
+    """Overwrites a tensor that a selective checkpoint has saved."""
     import torch
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -120,7 +120,7 @@ def save_selectively(ctx: Context, *, in_place: bool) -> None:
 
 
 def write(ctx: Context, *, how: str) -> None:
-    """What sigmoid returned is doubled: its gradient at 0 is 0.25 times 2."""
+    """Doubles the output of sigmoid, so the gradient at 0 is 0.5; before that, `how` may write into that output."""
     import torch
 
     x = torch.zeros(1, requires_grad=True, device=ctx.device)
@@ -141,7 +141,7 @@ def write(ctx: Context, *, how: str) -> None:
 
 
 def merge(ctx: Context, *, cloned: bool) -> None:
-    """Image features are written into embeddings: of a frozen table, with the hook of enable_input_require_grads."""
+    """Writes image features into embeddings that the hook of enable_input_require_grads made a leaf."""
     import torch
 
     table = torch.nn.Embedding(5, 3).to(ctx.device).requires_grad_(False)
@@ -157,7 +157,7 @@ def merge(ctx: Context, *, cloned: bool) -> None:
 
 
 def initialise(ctx: Context, *, under_no_grad: bool) -> None:
-    """A parameter is set by hand."""
+    """Sets a parameter by hand."""
     import torch
 
     layer = torch.nn.Linear(3, 3).to(ctx.device)
@@ -171,7 +171,10 @@ def initialise(ctx: Context, *, under_no_grad: bool) -> None:
 
 
 def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
-    """The order of `alternate` where nothing raises: the gradient then belongs to neither state of the weight."""
+    """Steps between a forward and its backward in ways that raise no error.
+
+    The gradient is then right neither for the old weight nor for the new one.
+    """
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -184,7 +187,7 @@ def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
         options["fused"] = True
     if way == "bitsandbytes":
         library: Any = importlib.import_module("bitsandbytes")
-        optimizer: Any = library.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)  # step 1 is as without momentum
+        optimizer: Any = library.optim.SGD(layer.parameters(), lr=1.0, momentum=0.9)  # momentum does not affect step 1
     else:
         optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, **options)
     x = torch.ones(1, 1, requires_grad=True)
@@ -192,35 +195,36 @@ def step_silently(ctx: Context, *, forward_after_step: bool, way: str) -> None:
     loss = forward(x).square().sum()
     layer(torch.ones(1, 1)).sum().backward()
     ctx.reached()
-    optimizer.step()  # 2 becomes 1
+    optimizer.step()  # the weight changes from 2 to 1
     if forward_after_step:
         loss = forward(x).square().sum()
     loss.backward()
     assert x.grad is not None
     weight = 1.0 if forward_after_step else 2.0
-    if abs(x.grad.item() - 2 * weight * weight) > 1e-6:  # of (weight * x) squared
+    if abs(x.grad.item() - 2 * weight * weight) > 1e-6:  # the derivative of (weight * x) ** 2 at 1
         raise Symptom("gradient %.1f instead of %.1f, and no error" % (x.grad.item(), 2 * weight * weight))
 
 
 def restrict(ctx: Context, *, restricted: bool) -> None:
-    """FSDP1 with use_orig_params=True: autograd adds to a flat parameter, which parameters() does not give."""
+    """Restricts a backward to parameters() of FSDP1, which does not contain the flat parameter that is in the graph."""
     import torch
 
     layer = shard(ctx, torch.nn.Linear(2, 2), "fsdp1", use_orig_params=True)
     ctx.reached()
     layer(torch.ones(1, 2)).sum().backward(inputs=list(layer.parameters()) if restricted else None)
-    trained = sum(p.grad is not None for p in layer.parameters())  # at least 1: each rank has a shard of one or both
+    trained = sum(p.grad is not None for p in layer.parameters())  # a rank has a shard of one parameter or of both
     if not trained:
         raise Symptom("%d of 2 parameters have a gradient, and no error" % trained)
 
 
 def shard(ctx: Context, layer: Any, way: str, use_orig_params: bool = False) -> Any:
+    """Shards a layer on the CPU with `fsdp1` or `fsdp2`; raises `Unavailable` if this torch cannot."""
     import torch
     from torch.distributed import fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
     if way == "fsdp2" and not hasattr(fsdp, "fully_shard"):
-        raise Unavailable("no fully_shard in torch %s" % torch.__version__)
+        raise Unavailable("torch %s has no fully_shard" % torch.__version__)
     if way == "fsdp2" and not hasattr(torch.cpu.Stream, "record_event"):  # torch 2.6
         raise Unavailable("FSDP2 of torch %s fails on the CPU" % torch.__version__)
     ctx.init_process_group(timeout_s=10)
@@ -232,7 +236,7 @@ def shard(ctx: Context, layer: Any, way: str, use_orig_params: bool = False) -> 
 
 MODIFIED = r"has been modified by an inplace operation: \[[\w.]+ \[[\d, ]+\]\]"
 TRANSPOSED = MODIFIED + r", which is output 0 of (AsStrided|T)(Backward0)?, is at version \d+; expected version \d+"
-# on the CPU; with 2.7, 2.8 and gloo the gradients of FSDP2 are wrong
+# The first release in which each works on the CPU; over gloo, FSDP2's gradients are wrong in 2.7 and 2.8.
 SINCE = {"fused": ">=2.4", "selective": ">=2.5", "fsdp2": ">=2.9"}
 LIBRARIES = {"bitsandbytes": {"bitsandbytes": ">=0.50"}}
 SILENT = symptom(r"gradient 4\.0 instead of 8\.0, and no error")
@@ -253,13 +257,14 @@ def pair(
 
 
 def early_step(name: str, why: str, expect: Expect = SILENT) -> Experiment:
+    """An experiment in which the optimizer steps too early; `why` says why torch does not notice."""
     return pair(
         name,
         partial(step_silently, forward_after_step=False, way=name),
         partial(step_silently, forward_after_step=True, way=name),
         expect,
         "the optimizer steps between a forward and its backward; " + why,
-        "the forward comes after the step",
+        "the forward runs after the step",
     )
 
 
@@ -268,8 +273,8 @@ gan = pair(
     partial(alternate, forward_after_step=False),
     partial(alternate, forward_after_step=True),
     raised(TRANSPOSED),
-    "the discriminator's step comes between the generator's loss and its backward",
-    "the generator's loss is made after the discriminator's step",
+    "the discriminator's optimizer steps between the forward of the generator's loss and its backward",
+    "the generator's loss is computed after the discriminator's step",
 )
 WRITES = {"data": symptom(r"gradient -1\.50 instead of 0\.50"), "no_grad": raised(MODIFIED)}
 
@@ -281,31 +286,31 @@ probe = Probe(
             partial(backward_both, only_generator=False),
             partial(backward_both, only_generator=True),
             symptom(r"0\.\d+ of the discriminator's gradient is the generator's"),
-            "both losses go backward before the steps, into the gradients of all",
-            "the generator's loss goes backward into the generator only",
+            "both backward passes run before the steps, and each adds to the gradients of both networks",
+            "the backward of the generator's loss is restricted to the generator's parameters",
         ),
         pair(
             "reentrant-inputs",
             partial(backward_both, reentrant=True),
             partial(backward_both, reentrant=False),
             symptom(r"0 of 2 parameters of the generator have a gradient, and no error"),
-            "a reentrant checkpoint of the generator, and a backward with inputs",
-            "the checkpoint is not reentrant",
+            "the generator is in a reentrant checkpoint, and the backward is restricted with inputs=",
+            "the checkpoint is non-reentrant",
         ),
         pair(
             "hidden-state",
             partial(unroll, detached=False),
             partial(unroll, detached=True),
             raised(TRANSPOSED),
-            "the hidden state of the step before belongs to a graph that retain_graph=True saved",
-            "the hidden state is detached",
+            "the hidden state belongs to the graph of the previous step, which retain_graph=True kept",
+            "the loop detaches the hidden state at the start of each step",
         ),
         pair(
             "activation",
             partial(activate, in_place=True),
             partial(activate, in_place=False),
             raised(MODIFIED + r", which is output 0 of Sigmoid"),
-            "ReLU(inplace=True) overwrites what sigmoid saved",
+            "ReLU(inplace=True) overwrites the tensor that sigmoid saved",
             "the activation is out of place",
         ),
         pair(
@@ -313,7 +318,7 @@ probe = Probe(
             partial(activate, in_place=True, hooked=True),
             partial(activate, in_place=False, hooked=True),
             raised(VIEW),
-            "ReLU(inplace=True) behind a layer with a full backward hook",
+            "ReLU(inplace=True) writes into the output of a layer with a full backward hook, which is a view",
             "the activation is out of place",
         ),
         *(
@@ -322,8 +327,8 @@ probe = Probe(
                 partial(write, how=name),
                 partial(write, how="out of place"),
                 expect,
-                f"what sigmoid saved is written through {name}",
-                "the result is a new tensor",
+                f"the code writes through {name} into the tensor that sigmoid saved",
+                "the code creates a new tensor",
             )
             for name, expect in WRITES.items()
         ),
@@ -332,27 +337,27 @@ probe = Probe(
             partial(merge, cloned=False),
             partial(merge, cloned=True),
             raised(r"a (view of a )?leaf Variable that requires grad is being used in an in-place operation"),
-            "features are written into embeddings that are a leaf which requires grad",
-            "they are written into a copy",
+            "the code writes features into embeddings that are a leaf and require grad",
+            "the code writes the features into a copy",
         ),
         pair(
             "parameter",
             partial(initialise, under_no_grad=False),
             partial(initialise, under_no_grad=True),
             raised(r"a leaf Variable that requires grad is being used in an in-place operation"),
-            "a parameter is set with gradients on",
-            "it is set under no_grad",
+            "the code sets a parameter while autograd is on",
+            "the code sets the parameter under no_grad",
         ),
         pair(
             "selective",
             partial(save_selectively, in_place=True),
             partial(save_selectively, in_place=False),
             raised(r"Tensor cached during selective activation checkpoint has been mutated"),
-            "what a selective checkpoint saved is overwritten",
-            "the sum is a new tensor",
+            "the code overwrites a tensor that a selective checkpoint saved",
+            "the code creates a new tensor",
         ),
-        early_step("fused", "a fused optimizer leaves the version as it is"),
-        early_step("bitsandbytes", "its optimizers leave the version as it is"),
+        early_step("fused", "a fused optimizer does not change the version of the weight"),
+        early_step("bitsandbytes", "its optimizers do not change the version of the weight"),
         early_step("checkpoint", "the checkpoint runs the forward again, with the new weight"),
         early_step("fsdp2", "FSDP2 gathers the new weight for the backward"),
         early_step("fsdp1", "FSDP1's weights are views of one flat parameter", raised(VIEW)),
@@ -361,7 +366,7 @@ probe = Probe(
             partial(restrict, restricted=True),
             partial(restrict, restricted=False),
             symptom(r"0 of 2 parameters have a gradient, and no error"),
-            "the backward is restricted to parameters that are not in the graph",
+            "the backward is restricted to parameters() of FSDP1, which are not in the graph",
             "the backward is not restricted",
         ),
     ),

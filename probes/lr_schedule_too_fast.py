@@ -1,4 +1,4 @@
-"""A schedule that counts optimizer steps is stepped once for each process, and is at its end when training is not."""
+"""accelerate steps a schedule once per process, so a schedule that counts optimizer steps ends before the training."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, Callable, Dict, List
 
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
-STEPS = 12  # optimizer steps that the run makes, and that its schedule is meant for
-WARMUP = 2  # of them
+STEPS = 12  # optimizer steps of the run, and the intended length of its schedule
+WARMUP = 2  # optimizer steps of the warm-up
 ACCUMULATION = 4
 ACCELERATE = Needs(packages={"torch": ">=2.1", "accelerate": ">=0.28"})
 
 
 def linear(length: int, warmup: int = 0) -> Callable[[int], float]:
-    """From 0 to 1, then down to 0, as get_scheduler("linear", ...) of transformers and diffusers."""
+    """Rises from 0 to 1, then falls to 0, like get_scheduler("linear", ...) of transformers and diffusers."""
     return lambda step: min(step / warmup if warmup else 1.0, max(0.0, (length - step) / (length - warmup)))
 
 
 def cosine(length: int, warmup: int = 0) -> Callable[[int], float]:
-    """From 0 to 1, then half a period down to 0, as theirs; beyond its length it goes up again."""
+    """Rises from 0 to 1, then falls to 0 in half a period, like theirs; beyond its length it rises again."""
     from math import cos, pi
 
     return lambda step: step / warmup if step < warmup else 0.5 * (1 + cos(pi * (step - warmup) / (length - warmup)))
 
 
 def build_accelerator(ctx: Context, **options: Any) -> Any:
-    """Accelerate over the process group of this arm."""
+    """Creates an Accelerator that uses the process group of this arm."""
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
     rank, world_size = str(ctx.rank), str(ctx.world_size)
@@ -39,7 +39,7 @@ def build_accelerator(ctx: Context, **options: Any) -> Any:
 
 
 def compare(ctx: Context, rates: List[float], planned: float) -> None:
-    """Is the rate where the schedule was meant to have it after that many optimizer steps?"""
+    """Raises `Symptom` if the last rate is not the one that was planned after that many optimizer steps."""
     ctx.note(rates=[round(rate, 4) for rate in rates])
     if abs(rates[-1] - planned) > 0.01:
         counts = f"{len(rates)} of {STEPS} optimizer steps"
@@ -58,7 +58,7 @@ def train(
     form: Callable[[int, int], Callable[[int], float]] = linear,
     until: int = STEPS // 2,
 ) -> None:
-    """`until` optimizer steps under accelerate, with a schedule for `STEPS` of them."""
+    """Makes `until` optimizer steps under accelerate, with a schedule that is planned for `STEPS` of them."""
     import torch
     from accelerate import DataLoaderConfiguration
 
@@ -73,12 +73,7 @@ def train(
     batches: Any = [torch.ones(2, 2)] * (until * accumulation)
     if has_loader:
         batches = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(until * 2 * ctx.world_size, 2), 2))
-    max_train_steps, warmup_steps = STEPS, WARMUP
-    schedule_steps, schedule_warmup = max_train_steps, warmup_steps
-    if multiplied:
-        schedule_steps = max_train_steps * accelerator.num_processes
-        schedule_warmup = warmup_steps * accelerator.num_processes
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, form(schedule_steps, schedule_warmup))
+    scheduler = build_scheduler(optimizer, form, accelerator if multiplied else None)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     ctx.reached()
     rates: List[float] = []
@@ -99,8 +94,20 @@ def train(
     compare(ctx, rates, form(STEPS, WARMUP)(until))
 
 
+def build_scheduler(optimizer: Any, form: Callable[[int, int], Callable[[int], float]], accelerator: Any) -> Any:
+    """Creates a schedule for `STEPS` optimizer steps; given an accelerator, multiplies its length by the processes."""
+    import torch
+
+    max_train_steps, warmup_steps = STEPS, WARMUP
+    schedule_steps, schedule_warmup = max_train_steps, warmup_steps
+    if accelerator is not None:
+        schedule_steps = max_train_steps * accelerator.num_processes
+        schedule_warmup = warmup_steps * accelerator.num_processes
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, form(schedule_steps, schedule_warmup))
+
+
 def count_batches(ctx: Context, *, multiplied: bool) -> None:
-    """The length is that of the loader before `prepare`, which accelerate divides: here nothing may be multiplied."""
+    """Takes the length from the loader before `prepare`, which counts the batches of all processes already."""
     import torch
 
     accelerator = build_accelerator(ctx)
@@ -122,7 +129,7 @@ def count_batches(ctx: Context, *, multiplied: bool) -> None:
 
 
 def step_each_epoch(ctx: Context, *, prepared: bool) -> None:
-    """A tenth of the rate after every third epoch; `STEPS` epochs of one step."""
+    """Divides the rate by ten after every third epoch; an epoch has one optimizer step."""
     import torch
 
     accelerator = build_accelerator(ctx)
@@ -144,7 +151,7 @@ def step_each_epoch(ctx: Context, *, prepared: bool) -> None:
 
 
 def resume(ctx: Context, *, has_lambda: bool) -> None:
-    """After half of the run the length is multiplied, and the run goes on from its checkpoint."""
+    """Multiplies the length after half of the run, and resumes from its checkpoint."""
     import torch
 
     accelerator = build_accelerator(ctx)
@@ -178,7 +185,7 @@ def resume(ctx: Context, *, has_lambda: bool) -> None:
 
 
 def count_steps(ctx: Context, *, multiplied: bool) -> None:
-    """What AcceleratedScheduler.step does, in a loop without accelerate."""
+    """Steps the schedule as AcceleratedScheduler.step does, in a loop without accelerate."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=20)
@@ -199,7 +206,7 @@ def count_steps(ctx: Context, *, multiplied: bool) -> None:
 
 
 def step_each_batch(ctx: Context, *, with_optimizer: bool) -> None:
-    """A loop of one's own that accumulates gradients."""
+    """Accumulates gradients in a custom loop, and steps the schedule with the optimizer or at each micro-batch."""
     import torch
 
     model = torch.nn.Linear(2, 1)
@@ -237,7 +244,7 @@ def arms(
     pattern: str = EARLY,
     **changes: Any,
 ) -> Experiment:
-    """Two arms that differ by the keyword in `fix`; the control has its opposite."""
+    """An experiment whose treatment gets the keyword in `fix`, and whose control gets its opposite."""
     ((keyword, value),) = fix.items()
     fidelity = {"fidelity": changes.pop("fidelity", "cpu"), "stands_for": changes.pop("stands_for", "")}
     control, treatment = partial(job, **{keyword: not value}), partial(job, **fix)
@@ -250,53 +257,60 @@ def arms(
     )
 
 
-TWICE = "two processes, so accelerate steps the schedule twice per optimizer step"
+TWICE = "there are two processes, so accelerate steps the schedule twice per optimizer step"
+MULTIPLIED = "the length of the schedule is multiplied by the number of processes"
 PLAIN: Dict[str, Any] = {"needs": Needs(), "expected_s": (1.5, 1.5), "deadline_s": 30.0}
 
 probe = Probe(
     experiments=(
-        arms("accelerate", train, {"multiplied": True}, TWICE, "the length is multiplied by the processes"),
+        arms("accelerate", train, {"multiplied": True}, TWICE, MULTIPLIED),
         arms(
             "loop",
             count_steps,
             {"multiplied": True},
-            "a loop steps the schedule once for each process",
-            "the length is multiplied by the processes",
+            "the loop steps the schedule once per process after each optimizer step",
+            MULTIPLIED,
             fidelity="stand-in",
-            stands_for="AcceleratedScheduler.step: a loop of its own makes the same steps",
+            stands_for="AcceleratedScheduler.step; the loop of the probe makes the same steps",
             **PLAIN,
         ),
     ),
     variants=(
-        arms("own-count", train, {"follows_optimizer": False}, TWICE, "step_scheduler_with_optimizer=False: one step"),
+        arms(
+            "own-count",
+            train,
+            {"follows_optimizer": False},
+            TWICE,
+            "step_scheduler_with_optimizer=False, so accelerate steps the schedule once",
+        ),
         arms(
             "split",
             partial(train, has_loader=True),
             {"splits_batches": True},
             TWICE,
-            "with split_batches the batches are divided, not the loader: one step",
+            "with split_batches=True, accelerate divides each batch instead of the loader, and steps the schedule once",
         ),
         arms(
             "unguarded",
             partial(train, follows_optimizer=False, accumulation=2),
             {"guarded": True},
-            "step_scheduler_with_optimizer=False, and the schedule is stepped at each of two micro-batches",
-            "it is stepped only where the optimizer was",
+            "step_scheduler_with_optimizer=False, and the loop steps the schedule at each of two micro-batches",
+            "the loop steps the schedule only when the optimizer made a step",
         ),
         arms(
             "cosine",
             partial(train, form=cosine, until=STEPS),
             {"multiplied": True},
-            "the cosine is at 0 in the middle of the run, and goes up again",
-            "it ends with the run",
+            "the cosine reaches 0 in the middle of the run, and rises again",
+            "the cosine reaches 0 at the end of the run",
             r"the learning rate is 0\.90 after 12 of 12 optimizer steps; planned 0\.00",
         ),
         arms(
             "counted-batches",
             count_batches,
             {"multiplied": False},
-            "the length is that of the loader before prepare, and is multiplied on top",
-            "the length of that loader is right as it is",
+            "the length comes from the loader before prepare, but is multiplied by the number of processes too",
+            "the length comes from the loader before prepare, and is not multiplied",
             r"the learning rate is 0\.50 after 12 of 12 optimizer steps; planned 0\.00",
         ),
         arms(
@@ -304,23 +318,23 @@ probe = Probe(
             step_each_epoch,
             {"prepared": False},
             "a prepared StepLR makes two steps at the end of each epoch",
-            "the StepLR is not handed to prepare",
+            "the StepLR is not passed to prepare",
             r"the learning rate is 0\.10 after 2 of 12 optimizer steps; planned 1\.00",
         ),
         arms(
             "resume",
             resume,
             {"has_lambda": True},
-            "LinearLR goes on from the rate of the checkpoint, 0, although its length is set again after the load",
-            "LambdaLR computes the rate anew, and its state holds no length",
+            "LinearLR continues from the rate in the checkpoint, 0, although its length is set again after loading",
+            "LambdaLR computes the rate from the step, and its state contains no length",
             r"the learning rate is 0\.00 after 9 of 12 optimizer steps; planned 0\.25",
         ),
         arms(
             "micro-batch",
             step_each_batch,
             {"with_optimizer": True},
-            "the schedule is stepped at every micro-batch, four per optimizer step",
-            "it is stepped after the optimizer",
+            "the loop steps the schedule at every micro-batch, four times per optimizer step",
+            "the loop steps the schedule after each optimizer step",
             world_size=1,
             **PLAIN,
         ),
