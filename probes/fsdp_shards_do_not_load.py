@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, Dict
@@ -17,12 +18,16 @@ def net(seed: int) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(96, 129), torch.nn.Linear(129, 131))
 
 
-def wrap(model: Any, version: int = 1, *, aligned: bool = True) -> Any:
+def wrap(model: Any, version: int = 1, *, aligned: bool = True, mesh: bool = False) -> Any:
     import torch
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     if version == 1:
-        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=aligned)
+        ranks = init_device_mesh("cpu", (torch.distributed.get_world_size(),)) if mesh else None
+        return FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=aligned, device_mesh=ranks
+        )
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
@@ -94,26 +99,34 @@ def resume(ctx: Context, *, way: str, read: int = 1) -> None:
 
 
 def rank_files(
-    ctx: Context, *, way: str, kind: str = "SHARDED_STATE_DICT", version: int = 1, aligned: bool = True
+    ctx: Context,
+    *,
+    way: str,
+    kind: str = "SHARDED_STATE_DICT",
+    version: int = 1,
+    aligned: bool = True,
+    mesh: bool = False,
 ) -> None:
     """Each rank saved its own file with torch.save, and loads it: bare, wrapped, or wrapped and with the right type."""
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
-    dist, again = ctx.init_process_group(timeout_s=60), partial(wrap, version=version, aligned=aligned)
+    dist, again = ctx.init_process_group(timeout_s=60), partial(wrap, version=version, aligned=aligned, mesh=mesh)
     model = again(net(0))
     expected, path, output = whole(model), ctx.path("model_rank_%d.pt" % ctx.rank), ctx.path("model.pt")
     with sharded(model, kind) if version == 1 else nullcontext():
         torch.save(model.state_dict(), path)
     ctx.reached()
+    if way == "no group":  # as in a script that is not started as a distributed job
+        dist.destroy_process_group()
     state = torch.load(path, weights_only=False)
     if way in ("bare", "lenient"):
         bare = net(1)
         bare.load_state_dict(state, strict=way == "bare")
         judge(bare.state_dict(), expected)
         return
-    model = again(net(1))
+    model = wrap(net(1)) if way == "no mesh" else again(net(1))
     if way in ("no type", "twice") or version == 2:
         with sharded(model, kind) if way == "twice" else nullcontext():
             model.load_state_dict(state)
@@ -173,6 +186,28 @@ def whole_file(ctx: Context, *, way: str) -> None:
         judge(whole(model), expected)
 
 
+def tied(ctx: Context, *, way: str) -> None:
+    """The head is the embedding, and the file of the model has the weight once."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist = ctx.init_process_group(timeout_s=60)
+    base, head = torch.nn.Sequential(), torch.nn.Linear(8, 129, bias=False)
+    base.add_module("embed_tokens", torch.nn.Embedding(129, 8))
+    model = torch.nn.Sequential(OrderedDict(model=base, lm_head=head))
+    head.weight = base.embed_tokens.weight
+    fully_shard(model)
+    expected = torch.arange(129.0 * 8).view(129, 8)
+    ctx.reached()
+    state = {"model.embed_tokens.weight": expected} if dist.get_rank() == 0 else {}
+    if way == "added" and dist.get_rank() == 0:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    assert head.weight is base.embed_tokens.weight
+    judge(whole(model), {"model.embed_tokens.weight": expected, "lm_head.weight": expected})
+
+
 def merge(ctx: Context, *, way: str) -> None:
     """Shards become one file: those of ranks 9 and 10 by hand, or with the converter of torch or accelerate."""
     import torch
@@ -224,6 +259,9 @@ DTENSOR = raised(r"While copying the parameter named[\s\S]*got mixed torch\.Tens
 WHOLE = raised(r"Expected ShardedTensor, got <class 'torch\.Tensor'>")
 TWICE = partial(rank_files, kind="LOCAL_STATE_DICT")
 LOCAL, AS_FSDP2 = partial(TWICE, aligned=False), partial(resume, read=2)
+WITHOUT_GROUP = raised(r"Need to initialize default process group using .* before loading ShardedTensor")
+MESH = raised(r"Expected ShardedTensor, got <class 'torch\.distributed\.tensor\.DTensor'>")
+ON_MESH = partial(rank_files, mesh=True)
 NAMES = raised(r"key\(s\) in state_dict: \"_flat_param")
 probe = Probe(
     experiments=(pair("bare", resume, "bare -> wrapped", KEY, "FSDP's context on a bare model"),),
@@ -232,6 +270,8 @@ probe = Probe(
         pair("fsdp2", AS_FSDP2, "bare -> wrapped", KEY, "FSDP's context on a bare model"),
         pair("rank-files", rank_files, "bare -> typed", SHARDS, "a bare model"),
         pair("no-type", rank_files, "no type -> typed", SHARDS, "wrapped, with the default type"),
+        pair("no-group", rank_files, "no group -> typed", WITHOUT_GROUP, "a script without a process group"),
+        pair("mesh", ON_MESH, "no mesh -> typed", MESH, "wrapped without the device mesh", torch=">=2.13"),
         pair("local", LOCAL, "bare -> typed", NAMES, "a bare model"),
         pair("local-names", TWICE, "twice -> typed", NAMES, "use_orig_params, each weight is in the file twice"),
         pair("lenient", LOCAL, "lenient -> typed", WRONG, "strict=False"),
@@ -247,6 +287,7 @@ probe = Probe(
             torch=">=2.13",
         ),
         pair("inner", whole_file, "inner -> sent", raised(SHAPE % r"\d+, \d+"), "around the wrapper"),
+        pair("tied", tied, "as read -> added", raised(r"Missing key.*lm_head\.weight"), "the head is not in the file"),
         pair("by-name", merge, "by name -> by number", WRONG, "rank 10 comes before 9"),
         pair("converter", merge, "by name -> converted", WRONG, "joined by hand"),
         pair("accelerate", merge, "by name -> accelerate", WRONG, "joined by hand", accelerate=">=1.0"),
