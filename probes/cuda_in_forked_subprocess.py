@@ -38,7 +38,7 @@ class Images:
 def run(
     ctx: Context, *, worker_moves: bool = True, workers: int = 1, spawn: bool = False, library_forks: bool = False
 ) -> None:
-    """Calls CUDA in the parent, then iterates over a DataLoader. `library_forks`: the loader asks for fork itself."""
+    """Calls CUDA in the parent, then iterates over a DataLoader. `library_forks`: the loader itself requests fork."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -102,7 +102,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         message = f"this Python starts processes with {default} by default"
         return unknown(why, message, advice="run --set code=train.py, or name a folder")
     calls, methods, workers, count = read_code(code)
-    summary = f"kb read {count} files; start methods named in them: {', '.join(sorted(methods)) or 'none'}"
+    summary = f"files that kb read: {count}; start methods named in them: {', '.join(sorted(methods)) or 'none'}"
     if calls and workers and ("fork" in methods or (default == "fork" and not methods)):
         advice = "return CPU tensors from these functions, and move the batch to the GPU in the training loop"
         return exposed(summary, *calls[:10], "num_workers is above 0, and the workers are forked", advice=advice)

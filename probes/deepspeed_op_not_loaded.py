@@ -280,7 +280,7 @@ def in_deepspeed(
 ) -> Experiment:
     return Experiment(
         name=title,
-        control=Arm(fails, NO_OP, "no compiler is on PATH, so torch cannot build cpu_adam", "cpu"),
+        control=Arm(fails, NO_OP, "no program is on PATH, so torch cannot build cpu_adam", "cpu"),
         treatment=Arm(works, completed(), "the job uses AdamW of torch, which needs no op", "cpu"),
         world_size=1,
         needs=Needs(packages={"torch": ">=2.2", "deepspeed": ">=0.16", **packages}),

@@ -205,8 +205,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     if str(enabled).lower() != "true":  # such as "auto"
         return unknown(*message, "the arguments of the trainer decide whether float16 is on", advice=advice)
     if params["model"] is None:
-        again = "run it again with --set model=FOLDER, to see in which precision the model was saved"
-        return unknown(*message, again, advice=advice)
+        return unknown(*message, "run --set model=FOLDER to see in which precision the model was saved", advice=advice)
     try:
         model = json.loads((params["model"] / "config.json").read_text())
         saved = str(model.get("dtype") or model.get("torch_dtype"))
@@ -218,8 +217,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     return unknown(*message, "no file shows whether its activations stay below 65504", advice=advice)
 
 
-HALVES = "float16 cannot hold a value on rank 1, at any loss scale (run --set why=overflow, nan or no-scaling)"
-HOLDS = "bfloat16 without a scaler can hold it (run --set fix=bfloat16, in-range, scaling or small-scale)"
+HALVES = "float16 cannot hold a value on rank 1, at any loss scale (other causes: --set why=nan or no-scaling)"
+HOLDS = "the same step with a fix: bfloat16, or that of --set fix=in-range, scaling or small-scale"
 
 gloo = Experiment(
     name="gloo",

@@ -1,4 +1,4 @@
-"""Ranks ask a model hub that limits requests, does not answer, or cannot be reached; or they read a local copy."""
+"""Ranks request files from a model hub that limits requests or is unreachable, or they read a local copy."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CONFIG = b'{"model_type": "bert"}'
 
 
 class Hub:
-    """A local server: it answers `limit` requests, and every other one with 429; or none at all if it is `silent`.
+    """A local server that answers `limit` requests and then returns 429.
 
-    A `bare` one leaves out the header that names the commit.
+    A `silent` hub never answers; a `bare` hub omits the header with the commit.
     """
 
     def __init__(self, content: bytes, limit: int, silent: bool = False, bare: bool = False) -> None:
@@ -50,14 +50,14 @@ class Hub:
                 if silent:
                     hub.closed.wait(20)
                     return
-                answered = len(hub.requests) <= limit
-                self.send_response(200 if answered else 429)
+                is_allowed = len(hub.requests) <= limit
+                self.send_response(200 if is_allowed else 429)
                 if not bare:
                     self.send_header("X-Repo-Commit", COMMIT)
                 self.send_header("ETag", '"%s"' % COMMIT)
-                self.send_header("Content-Length", str(len(content) if answered else 0))
+                self.send_header("Content-Length", str(len(content) if is_allowed else 0))
                 self.end_headers()
-                if answered and self.command == "GET":
+                if is_allowed and self.command == "GET":
                     self.wfile.write(content)
 
             def do_GET(self) -> None:
@@ -74,7 +74,7 @@ class Hub:
 
 @contextlib.contextmanager
 def serve(ctx: Context, content: bytes = CONFIG, limit: int = 0, **kind: bool) -> Iterator[Any]:
-    """A hub in rank 0, which all ranks ask without a proxy and with shortened waits between their attempts."""
+    """Runs a hub in rank 0 and points all ranks to it, without a proxy and with short waits between attempts."""
     hub, address = None, Path(ctx.path("address"))
     if ctx.rank == 0:
         hub = Hub(content, limit, **kind)
@@ -94,7 +94,7 @@ def serve(ctx: Context, content: bytes = CONFIG, limit: int = 0, **kind: bool) -
 
 
 def fill_cache(ctx: Context) -> str:
-    """What a download of config.json leaves in the cache."""
+    """Writes the files that a download of config.json leaves in the cache; returns the cache folder."""
     repo = Path(ctx.path("cache"), "models--" + REPO.replace("/", "--"))
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(COMMIT)
@@ -104,7 +104,7 @@ def fill_cache(ctx: Context) -> str:
 
 
 def share(ctx: Context, *, download: Callable[[str], None], load: Callable[[str], None], only_rank_0: bool) -> None:
-    """Two nodes with a folder each, and a hub that answers one of them; or one folder, which rank 0 fills."""
+    """Lets each rank download to its own folder, or with `only_rank_0` lets rank 0 fill a folder for all ranks."""
     dist = ctx.init_process_group(timeout_s=20)
     folder = ctx.path("shared" if only_rank_0 else "node-%d" % ctx.rank)
     ctx.reached()
@@ -119,7 +119,7 @@ def share(ctx: Context, *, download: Callable[[str], None], load: Callable[[str]
 
 
 def share_weights(ctx: Context, *, only_rank_0: bool) -> None:
-    """torch.hub, which torchvision uses for its pretrained weights; it asks nobody for a file that it has."""
+    """Loads weights with torch.hub, as torchvision does; torch.hub sends no request for a file that it has."""
     import torch
 
     torch.save({"weight": torch.arange(4.0)}, ctx.path("published-%d.pt" % ctx.rank))
@@ -135,7 +135,8 @@ def share_weights(ctx: Context, *, only_rank_0: bool) -> None:
 
 
 def share_model(ctx: Context, *, only_rank_0: bool) -> None:
-    with serve(ctx, limit=2):  # HEAD and GET of one rank
+    """Loads a file with huggingface_hub from a hub that answers one rank."""
+    with serve(ctx, limit=2):  # one rank sends HEAD and GET
         from huggingface_hub import hf_hub_download  # type: ignore[import-not-found]
 
         def read(folder: str, **options: Any) -> None:
@@ -145,7 +146,7 @@ def share_model(ctx: Context, *, only_rank_0: bool) -> None:
 
 
 def use_mirror(ctx: Context, *, bare: bool) -> None:
-    """A server in the place of the hub, which passes the file on, but not all headers."""
+    """Downloads a file from a mirror, which omits a header of the hub if `bare`."""
     with serve(ctx, limit=2, bare=bare):
         from huggingface_hub import hf_hub_download
 
@@ -155,7 +156,7 @@ def use_mirror(ctx: Context, *, bare: bool) -> None:
 
 
 def load_weights(ctx: Context, *, copied: bool) -> None:
-    """torch.hub without a server."""
+    """Loads weights with torch.hub while the server refuses connections; `copied` puts the file into its folder."""
     import socket
 
     import torch
@@ -166,15 +167,15 @@ def load_weights(ctx: Context, *, copied: bool) -> None:
     folder.mkdir(parents=True)
     if copied:
         torch.save({"weight": torch.arange(4.0)}, folder / "weights.pt")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # does not listen
+    with socket.socket() as closed_port:
+        closed_port.bind(("127.0.0.1", 0))  # it never listens
         ctx.reached()
-        url = "http://127.0.0.1:%d/weights.pt" % taken.getsockname()[1]
+        url = "http://127.0.0.1:%d/weights.pt" % closed_port.getsockname()[1]
         assert torch.hub.load_state_dict_from_url(url, progress=False)["weight"].tolist() == [0, 1, 2, 3]
 
 
 def load_config(ctx: Context, *, from_folder: bool) -> None:
-    """transformers, while the hub answers everything with 429."""
+    """Loads a configuration with transformers while the hub answers every request with 429."""
     folder = Path(ctx.path("model"))
     folder.mkdir()
     (folder / "config.json").write_bytes(CONFIG)
@@ -188,7 +189,7 @@ def load_config(ctx: Context, *, from_folder: bool) -> None:
 
 
 def load_rows(ctx: Context, *, from_folder: bool) -> None:
-    """datasets, while the hub answers everything with 429."""
+    """Loads rows with datasets while the hub answers every request with 429."""
     folder = Path(ctx.path("data"))
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
@@ -202,7 +203,7 @@ def load_rows(ctx: Context, *, from_folder: bool) -> None:
 
 
 def go_offline(ctx: Context, *, how: str) -> None:
-    """The file is in the cache; what still goes to the hub?"""
+    """Reads a cached file in an offline mode set as `how` says; raises Symptom if the hub gets a request."""
     cache = fill_cache(ctx)
     with serve(ctx) as hub:
         if how == "before the import":
@@ -220,7 +221,7 @@ def go_offline(ctx: Context, *, how: str) -> None:
 
 
 def wait_for_firewall(ctx: Context, *, offline: str) -> None:
-    """The file is in the cache, and the network swallows what is sent to the hub."""
+    """Reads a cached file while the hub never answers; raises Symptom if that takes more than 1.5 s."""
     cache = fill_cache(ctx)
     with serve(ctx, silent=True):
         os.environ.update(HF_HUB_OFFLINE=offline, HF_HUB_ETAG_TIMEOUT="2")
@@ -236,59 +237,63 @@ def wait_for_firewall(ctx: Context, *, offline: str) -> None:
 
 
 def other_caches(folder: str, name: str, home: str) -> List[str]:
-    """Where transformers 4 and datasets may have it besides."""
+    """Lists folders outside the hub's cache where transformers 4 or datasets may have the repository."""
     old = ("TRANSFORMERS_CACHE", "PYTORCH_TRANSFORMERS_CACHE", "PYTORCH_PRETRAINED_BERT_CACHE")
-    found = [Path(os.environ[variable], folder) for variable in old if os.environ.get(variable)]
+    paths = [Path(os.environ[variable], folder) for variable in old if os.environ.get(variable)]
     if folder.startswith("dataset"):
         prepared = Path(os.environ.get("HF_DATASETS_CACHE") or os.path.join(os.path.expanduser(home), "datasets"))
-        found += [path for path in prepared.glob("*") if letters(path.name) == letters(name)]
-    return [str(path) for path in found if path.exists()]
+        paths += [path for path in prepared.glob("*") if letters(path.name) == letters(name)]
+    return [str(path) for path in paths if path.exists()]
 
 
 def letters(name: str) -> str:
+    """Reduces a name to its letters and digits."""
     return re.sub("[^a-z0-9]", "", name.lower())
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Does the cache of this user on this node hold the repository? Asks nobody on the network."""
+    """Does the cache of this user on this node hold the repository? Does not use the network."""
     if not params["repo"]:
-        return unknown("no repository was named", advice="--set repo=org/model, on a compute node, as the job's user")
+        return unknown(
+            "no repository was named", advice="run --set repo=org/model on a compute node, as the job's user"
+        )
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     folder, name = Path(os.path.expandvars(os.path.expanduser(cache))), str(params["repo"])
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) or params["kind"] not in ("model", "dataset"):
-        return unknown("%s is not the name of a repository, or %s not a kind" % (name, params["kind"]))
+        return unknown("%s is not the name of a repository, or %s is not a kind of repository" % (name, params["kind"]))
     if not folder.is_absolute() or "$" in str(folder):
         return unknown("the cache is %s, which depends on where and how the job starts" % folder)
     repo = folder / ("%ss--%s" % (params["kind"], name.replace("/", "--")))
     try:
         ref = repo / "refs" / "main"
         commit = ref.read_text().strip() if ref.exists() else ""
-        for part in (repo, repo / "snapshots"):  # glob passes over what it may not read
+        for part in (repo, repo / "snapshots"):  # glob silently skips a folder that it may not read
             if part.exists():
                 os.listdir(part)
         if not re.fullmatch("([0-9a-f]{40})?", commit):
             return unknown("%s does not hold a commit" % ref)
         files = [path for path in sorted(repo.glob("snapshots/%s/**/*" % (commit or "*")))[:5000] if not path.is_dir()]
-        lost = [path.name for path in files if not path.exists()]
+        broken = [path.name for path in files if not path.exists()]
         others = other_caches(repo.name, name, home)
     except (OSError, ValueError) as error:
-        return unknown("%s cannot be read: %s" % (repo, error))
-    evidence = ["the cache is %s" % folder, "%d files of %s are in it" % (len(files), name)]
-    if lost:
-        return exposed(*evidence, "links without their files: %s" % ", ".join(lost[:3]), advice="fetch them again")
+        return unknown("kb cannot read %s: %s" % (repo, error))
+    evidence = ["the cache is %s" % folder, "it has %d files of %s" % (len(files), name)]
+    if broken:
+        return exposed(*evidence, "these links have no file: %s" % ", ".join(broken[:3]), advice="download them again")
     if not files and others:
-        return unknown(*evidence, "but there is %s, which the job may use" % others[0])
+        return unknown(*evidence, "but %s exists, and the job may use it" % others[0])
     if not files:
-        why = "the job needs the hub for it, and in offline mode it fails"
-        return exposed(*evidence, why, advice="hf download where the hub can be reached; give the job the folder")
+        why = "the job needs the hub for it, and fails in offline mode"
+        advice = "run hf download where the hub is reachable, and pass the folder to the job"
+        return exposed(*evidence, why, advice=advice)
     if not commit:
-        return unknown(*evidence, "refs/main is missing: it is only found with the revision that was fetched")
-    offline = "HF_HUB_OFFLINE=1 in the job: without it the hub is still asked about each file"
-    return unknown(*evidence, "whether the job asks for other files cannot be seen here", advice=offline)
+        return unknown(*evidence, "refs/main is missing, so the job must name the revision that was downloaded")
+    advice = "set HF_HUB_OFFLINE=1 in the job, because otherwise it still asks the hub about each file"
+    return unknown(*evidence, "kb cannot see whether the job requests other files", advice=advice)
 
 
-SERVER = "the hub, its limit and its network: a local server, and shortened waits between attempts"
+SERVER = "the hub, its limit and its network; the probe uses a local server and short waits between attempts"
 
 
 def pair(
@@ -312,9 +317,9 @@ def pair(
     )
 
 
-LIMITED = "each rank asks, and the hub answers one of them"
+LIMITED = "each rank sends requests, and the hub answers only one rank"
 FIRST = "rank 0 fills one folder, and the other rank reads it"
-FOLDER = "the path of a folder is given, and nobody is asked"
+FOLDER = "the job loads from the path of a folder and sends no request"
 HUB = {"huggingface_hub": ">=0.23"}
 variants: List[Experiment] = [
     pair(
@@ -322,8 +327,8 @@ variants: List[Experiment] = [
         partial(load_weights, copied=False),
         partial(load_weights, copied=True),
         raised(r"urlopen error \[Errno 111\] Connection refused"),
-        "torch.hub asks a host that refuses",
-        "the file is in TORCH_HOME/hub/checkpoints, and nobody is asked",
+        "torch.hub sends a request to a host that refuses the connection",
+        "the file is in TORCH_HOME/hub/checkpoints, so torch.hub sends no request",
     ),
     pair(
         "huggingface-hub",
@@ -340,7 +345,7 @@ variants: List[Experiment] = [
         partial(load_config, from_folder=False),
         partial(load_config, from_folder=True),
         raised(r"We couldn't connect to 'http://127\.0\.0\.1"),
-        "the hub answers 429, and the message speaks of the connection",
+        "the hub answers 429, but the error blames the connection",
         FOLDER,
         {"transformers": ">=4.40"},
     ),
@@ -358,8 +363,8 @@ variants: List[Experiment] = [
         partial(go_offline, how="after the import"),
         partial(go_offline, how="before the import"),
         symptom(r"offline mode set after the import: \d request"),
-        "HF_HUB_OFFLINE is set once huggingface_hub has been imported",
-        "it is set before",
+        "HF_HUB_OFFLINE is set after the import of huggingface_hub",
+        "HF_HUB_OFFLINE is set before the import",
         HUB,
     ),
     pair(
@@ -367,8 +372,8 @@ variants: List[Experiment] = [
         partial(go_offline, how="TRANSFORMERS_OFFLINE=1 with HF_HUB_OFFLINE=0"),
         partial(go_offline, how="before the import"),
         symptom(r"HF_HUB_OFFLINE=0: \d request"),
-        "TRANSFORMERS_OFFLINE=1, and HF_HUB_OFFLINE=0 beside it",
-        "HF_HUB_OFFLINE=1",
+        "HF_HUB_OFFLINE=0 cancels TRANSFORMERS_OFFLINE=1",
+        "HF_HUB_OFFLINE is 1",
         HUB,
     ),
     pair(
@@ -376,8 +381,8 @@ variants: List[Experiment] = [
         partial(use_mirror, bare=True),
         partial(use_mirror, bare=False),
         raised(r"An error happened while trying to locate the file|We also cannot find the requested files"),
-        "the server passes the file on without the header that names its commit",
-        "it passes on all headers",
+        "the mirror returns the file without the header that names its commit",
+        "the mirror returns all headers",
         HUB,
     ),
     pair(
@@ -385,7 +390,7 @@ variants: List[Experiment] = [
         partial(wait_for_firewall, offline="0"),
         partial(wait_for_firewall, offline="1"),
         symptom(r"a file in the cache took \d+\.\d s"),
-        "the hub is asked about a file in the cache, and nothing comes back",
+        "the job asks the hub about a cached file, and no answer comes",
         "offline mode is on",
         HUB,
     ),
@@ -394,7 +399,7 @@ variants: List[Experiment] = [
 probe = Probe(
     check=check,
     params={
-        "repo": Param("str", "a repository, as org/model, that the job loads"),
+        "repo": Param("str", "the repository that the job loads, such as org/model"),
         "kind": Param("str", "model or dataset", "model"),
     },
     experiments=(

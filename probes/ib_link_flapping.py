@@ -144,7 +144,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         time.sleep(BETWEEN_S if first and root == DEVICES else 0)  # a copy does not change
         now = look(root)
     except (OSError, ValueError) as error:
-        return unknown(f"{root} cannot be read: {type(error).__name__}")
+        return unknown(f"kb cannot read {root}: {type(error).__name__}")
     if not states:
         return unknown(f"{root} has no RDMA port: this node has none, or the container was given none")
     evidence = [f"{port} {state or 'state is unreadable'}" for port, state in sorted(states.items())[:16]]

@@ -29,7 +29,9 @@ from kb.probe import (
 
 KIB = 1024
 CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
-FIRST_USER_NAMESPACE = "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; its map of ids does not identify it
+FIRST_USER_NAMESPACE = (
+    "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; a later namespace can have the same map of ids
+)
 DROP_FROM_BOUNDING_SET = 24  # of prctl(2); without it, root has the capability again after exec
 TOO_LITTLE, BUFFER, ENOUGH = 64 * KIB, 1024 * KIB, 4096 * KIB
 PIN = '"$1" -I -S -c "$2" "$3"'

@@ -1,4 +1,4 @@
-"""Weights that are cut for one tensor and pipeline parallel layout, and loaded by another."""
+"""A job loads weights that were split for another tensor and pipeline parallel layout."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from kb.probe import (
     unknown,
 )
 
-Make = Callable[[dict[str, Any]], list[dict[str, Any]]]  # the files of all ranks, made of the weights for TP=1
+Make = Callable[[dict[str, Any]], list[dict[str, Any]]]  # makes the state dicts of all ranks from the weights for TP=1
 HEADS, GROUPS, SIZE, WIDTH, INNER = 4, 2, 4, 16, 32
 VOCAB, MULTIPLE, LENGTH = 58, 12, 8  # 58 tokens are padded to 60 rows for TP=1, and to 72 for TP=2
 
 
 def padded(tp: int, multiple: int = MULTIPLE) -> int:
-    """Megatron's rule for the rows of the vocabulary."""
+    """The rows of the vocabulary after padding, by Megatron's rule."""
     return -(-VOCAB // (multiple * tp)) * multiple * tp
 
 
 def build(tp: int, rows: int) -> Any:
-    """One rank's slice of a model under Megatron's names; `rows` is the padded vocabulary of all ranks."""
+    """Returns one rank's slice of a model with Megatron's names; `rows` is the padded vocabulary of all ranks."""
     import torch
     from torch.nn import Embedding, Linear, ModuleDict, ModuleList
 
@@ -64,7 +64,7 @@ def build(tp: int, rows: int) -> Any:
 
 
 def compute(slices: list[Any], tokens: Any, rank: int = 0, total: Callable[[Any], Any] = lambda x: x) -> list[Any]:
-    """Logits of each slice, of which the first is that of `rank`; `total` adds up over the ranks that are elsewhere."""
+    """Returns the logits of each slice; the first slice is that of `rank`, and `total` sums over other processes."""
     import torch
     from torch.nn import functional
 
@@ -75,7 +75,7 @@ def compute(slices: list[Any], tokens: Any, rank: int = 0, total: Callable[[Any]
         return table(local.clamp(0, table.num_embeddings - 1)) * inside[..., None]
 
     def attend(attention: Any) -> Any:
-        mixed = attention["linear_qkv"](x).unflatten(-1, (-1, HEADS // GROUPS + 2, SIZE))  # group by group
+        mixed = attention["linear_qkv"](x).unflatten(-1, (-1, HEADS // GROUPS + 2, SIZE))  # ordered group by group
         parts = mixed.split([HEADS // GROUPS, 1, 1], dim=-2)
         wide = [part.expand(-1, -1, -1, HEADS // GROUPS, -1).flatten(2, 3).transpose(1, 2) for part in parts]
         heads = functional.scaled_dot_product_attention(*wide, is_causal=True)
@@ -94,21 +94,22 @@ def compute(slices: list[Any], tokens: Any, rank: int = 0, total: Callable[[Any]
 
 
 def batch() -> Any:
-    """Tokens; the model learns to say the token before."""
+    """Returns tokens; the model learns to predict the previous token."""
     import torch
 
     return torch.randint(VOCAB, (16, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def loss_of(logits: list[Any]) -> Any:
+    """Returns the loss of the logits of all slices."""
     import torch
 
-    every = torch.cat(logits, dim=-1)[:, 1:, :VOCAB]
-    return torch.nn.functional.cross_entropy(every.flatten(0, 1), batch()[:, :-1].flatten())
+    whole = torch.cat(logits, dim=-1)[:, 1:, :VOCAB]
+    return torch.nn.functional.cross_entropy(whole.flatten(0, 1), batch()[:, :-1].flatten())
 
 
 def train() -> dict[str, Any]:
-    """The weights of a model of one slice that knows the batch."""
+    """Trains a model of one slice on the batch and returns its weights."""
     import torch
 
     torch.manual_seed(0)
@@ -125,7 +126,7 @@ def train() -> dict[str, Any]:
 
 
 def cut(full: dict[str, Any], tp: int, *, halves: bool = True) -> list[dict[str, Any]]:
-    """The slices of all ranks, as the entry cuts them; without `halves` gate and up are cut as one matrix."""
+    """Splits the weights for all ranks as the entry does; without `halves`, gate and up are split as one matrix."""
     import torch
 
     def cut_one(name: str, weight: Any, rank: int) -> Any:
@@ -142,7 +143,7 @@ def cut(full: dict[str, Any], tp: int, *, halves: bool = True) -> list[dict[str,
 
 
 def pad_vocabulary(full: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Another number of padded rows: the dummy rows are left out and made again."""
+    """Changes the number of rows: drops the padding and pads again."""
     from torch.nn.functional import pad
 
     vocabulary = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -150,6 +151,7 @@ def pad_vocabulary(full: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Joins the slices of all ranks, the inverse of `cut`."""
     import torch
 
     full = dict(parts[0])
@@ -167,6 +169,7 @@ def file_of(ctx: Context, rank: int) -> Path:
 
 
 def save(ctx: Context, parts: list[dict[str, Any]]) -> None:
+    """Saves one file for each rank."""
     import torch
 
     for rank, part in enumerate(parts):
@@ -175,7 +178,7 @@ def save(ctx: Context, parts: list[dict[str, Any]]) -> None:
 
 
 def run_parallel(ctx: Context, *, made: Make) -> None:
-    """Two ranks, TP=2, and the checkpoint of TP=1."""
+    """Loads a checkpoint, which `made` derives from TP=1, on two ranks with TP=2."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=30)
@@ -191,19 +194,20 @@ def run_parallel(ctx: Context, *, made: Make) -> None:
         return x
 
     with torch.no_grad():
-        (mine,) = compute([model], batch(), ctx.rank, total)
-        every = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(every, mine)
-    assert loss_of(every) < 0.1
-    ctx.meet("done")  # with torch 2.5.1 destroy_process_group may wait for ever for a rank that has left
+        (logits,) = compute([model], batch(), ctx.rank, total)
+        gathered = [torch.empty_like(logits) for _ in range(2)]
+        dist.all_gather(gathered, logits)
+    assert loss_of(gathered) < 0.1
+    ctx.meet("done")  # in torch 2.5.1, destroy_process_group may hang if a rank has left
 
 
 def sliced(full: dict[str, Any], *, pads: bool = True, halves: bool = True) -> list[dict[str, Any]]:
+    """Splits the weights for TP=2, after padding if `pads`."""
     return cut(pad_vocabulary(full, padded(2)) if pads else full, 2, halves=halves)
 
 
 def fuse(full: dict[str, Any], *, by_group: bool) -> list[dict[str, Any]]:
-    """Three matrices, as in Hugging Face's files, become one linear_qkv."""
+    """Joins the three matrices of Hugging Face's files into linear_qkv, group by group or one after the other."""
     import torch
 
     full, name = dict(full), "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -218,7 +222,7 @@ def fuse(full: dict[str, Any], *, by_group: bool) -> list[dict[str, Any]]:
 
 
 def load(ctx: Context, *, made: Make, tp: int = 2, multiple: int = MULTIPLE, merges: bool = False, **how: bool) -> None:
-    """A job of `tp` slices loads the files that were `made` of the weights for TP=1; the loss is as before, or not."""
+    """Loads the files that `made` derives from TP=1 into `tp` slices; raises Symptom if the loss is no longer small."""
     import torch
 
     save(ctx, made(train()))
@@ -226,8 +230,8 @@ def load(ctx: Context, *, made: Make, tp: int = 2, multiple: int = MULTIPLE, mer
     ctx.reached()
     for rank, model in enumerate(slices):
         state = merge([torch.load(file_of(ctx, i)) for i in range(2)]) if merges else torch.load(file_of(ctx, rank))
-        own = model.state_dict()
-        state = {name: w for name, w in state.items() if w.shape == own[name].shape or not how.get("drops")}
+        expected = model.state_dict()
+        state = {name: w for name, w in state.items() if w.shape == expected[name].shape or not how.get("drops")}
         model.load_state_dict(state, strict=how.get("strict", True))
     with torch.no_grad():
         loss = loss_of(compute(slices, batch())).item()
@@ -236,7 +240,7 @@ def load(ctx: Context, *, made: Make, tp: int = 2, multiple: int = MULTIPLE, mer
 
 
 def join_stages(ctx: Context, *, renumbers: bool) -> None:
-    """Two pipeline stages of one layer each; each stage counts its layers from 0."""
+    """Joins two pipeline stages of one layer each, which both count their layers from 0."""
     import torch
 
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False) for _ in range(2)])})
@@ -251,7 +255,7 @@ def join_stages(ctx: Context, *, renumbers: bool) -> None:
 
 
 def reshard(ctx: Context, *, with_place: bool) -> None:
-    """Two ranks save slices, and the whole is loaded: from files of slices, or from one that knows the whole shape."""
+    """Two ranks save slices and load the whole tensor, from separate files or from a distributed checkpoint."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=30)
@@ -263,8 +267,8 @@ def reshard(ctx: Context, *, with_place: bool) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-        mesh, mine, path = init_device_mesh("cpu", (2,)), parts[ctx.rank], ctx.path("iter_0000100")
-        dcp.save({name: DTensor.from_local(mine, mesh, [Shard(1)])}, checkpoint_id=path)
+        mesh, path = init_device_mesh("cpu", (2,)), ctx.path("iter_0000100")
+        dcp.save({name: DTensor.from_local(parts[ctx.rank], mesh, [Shard(1)])}, checkpoint_id=path)
         dcp.load(state, checkpoint_id=path)
     else:
         if ctx.rank == 0:
@@ -273,21 +277,21 @@ def reshard(ctx: Context, *, with_place: bool) -> None:
         state = torch.load(file_of(ctx, ctx.rank))
     model.load_state_dict(state)
     assert torch.equal(model["linear_proj"].weight, weight)
-    ctx.meet("done")  # with torch 2.5.1 destroy_process_group may wait for ever for a rank that has left
+    ctx.meet("done")  # in torch 2.5.1, destroy_process_group may hang if a rank has left
 
 
 TP, PP = LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 PADDED, DIVISOR, SHARDING = "padded_vocab_size", "make_vocab_size_divisible_by", "distrib_optim_sharding_type"
-WANTED = {*LAYOUT, PADDED, DIVISOR, SHARDING, "num_experts", "use_distributed_optimizer"}
+ARGUMENTS = {*LAYOUT, PADDED, DIVISOR, SHARDING, "num_experts", "use_distributed_optimizer"}
 CPU: Any = {"fidelity": "cpu"}
 OPCODES, BYTES = 100_000, 4 << 20
 
 
 def stored_arguments(file: Path) -> dict[str, Any]:
-    """What the pickle pushes behind the names of arguments. It is read as a list of steps, and none is run."""
-    found, memo = dict[str, Any](), dict[Any, Any]()
+    """Reads the values that the pickle pushes after the names of ARGUMENTS; it executes no step of the pickle."""
+    values, memo = dict[str, Any](), dict[Any, Any]()
     last: Any = None
-    with suppress(Exception), zipfile.ZipFile(file) as archive:  # an odd file can raise any; what was found counts
+    with suppress(Exception), zipfile.ZipFile(file) as archive:  # an odd file can raise any error; earlier values stay
         (name,) = [name for name in archive.namelist() if re.fullmatch(r"(?:[^/]+/)?data\.pkl", name)]
         with archive.open(name) as pickle:
             data = pickle.read(BYTES)
@@ -297,28 +301,32 @@ def stored_arguments(file: Path) -> dict[str, Any]:
                 continue
             pushed = memo.get(value) if step.name in ("BINGET", "LONG_BINGET", "GET") else value
             pushed = {"NEWTRUE": True, "NEWFALSE": False}.get(step.name, pushed)
-            if isinstance(last, str) and last in WANTED:
-                found[last] = pushed if found.get(last, pushed) == pushed else "several values"
+            if isinstance(last, str) and last in ARGUMENTS:
+                values[last] = pushed if values.get(last, pushed) == pushed else "several values"
             last = pushed
-    return found
+    return values
 
 
 def named_layout(folder: Path) -> dict[str, int]:
-    """What the names mp_rank_TT, mp_rank_TT_PPP and mp_rank_TT_PPP_EEE tell; two numbers may be TP and EP."""
+    """Reads the sizes from folders mp_rank_TT, mp_rank_TT_PPP and mp_rank_TT_PPP_EEE; two numbers may be TP and EP.
+
+    Raises ValueError if the folders are not those of one complete checkpoint.
+    """
     folders = [path for path in folder.iterdir() if path.name.startswith("mp_rank_") and path.is_dir()]
     ranks = [tuple(int(part) for part in path.name.split("_")[2:]) for path in folders]
     if not ranks:
         return {}
     axes = [sorted(set(axis)) for axis in zip(*ranks)]
-    full = {len(rank) for rank in ranks} == {len(axes)} and len(ranks) == prod(axis[-1] + 1 for axis in axes)
-    if not full or not all((path / "model_optim_rng.pt").is_file() for path in folders):
+    is_complete = {len(rank) for rank in ranks} == {len(axes)} and len(ranks) == prod(axis[-1] + 1 for axis in axes)
+    if not is_complete or not all((path / "model_optim_rng.pt").is_file() for path in folders):
         raise ValueError("the folders mp_rank_XX are not those of one complete checkpoint")
     return {TP: len(axes[0]), PP: 1} if len(axes) == 1 else {TP: len(axes[0])}
 
 
 def check(params: Mapping[str, Any]) -> Finding:
+    """Does the checkpoint have the tensor and pipeline parallel sizes and the padded vocabulary of the job?"""
     if params["checkpoint"] is None:
-        return unknown("no checkpoint was given", advice="name the folder with --set checkpoint=/path/iter_0001000")
+        return unknown("no checkpoint was given", advice="run --set checkpoint=/path/iter_0001000")
     folder, backend = Path(params["checkpoint"]), ""
     try:
         if (folder / "metadata.json").is_file():
@@ -326,19 +334,23 @@ def check(params: Mapping[str, Any]) -> Finding:
                 backend = str(json.loads(file.read(BYTES))["sharded_backend"])
         named = {} if backend else named_layout(folder)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        return unknown("%s is not read as a Megatron checkpoint: %s" % (folder, str(error)[:200]))
+        return unknown("kb cannot read %s as a Megatron checkpoint: %s" % (folder, str(error)[:200]))
     if not named and backend != "torch_dist":
-        return unknown("no mp_rank_XX and no torch_dist metadata.json in %s; name a folder iter_XXXXXXX" % folder)
+        why = "%s has no mp_rank_XX and no metadata.json of torch_dist" % folder
+        return unknown(why, advice="name a folder iter_XXXXXXX")
     given = {name: params[size] for name, size in zip(LAYOUT, ("tp", "pp")) if params[size] > 0}
-    rest = params["vocab"], params["divisor"]
-    return check_whole(folder, given) if backend else check_files(folder, named, given, *rest)
+    if backend:
+        return check_whole(folder, given)
+    return check_files(folder, named, given, params["vocab"], params["divisor"])
 
 
 def compare(stored: Mapping[str, Any], given: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """What differs, and what is missing for a comparison."""
-    different, missing = [], ["expert parallelism is not compared"] if stored.get("num_experts", 0) is not None else []
+    """Returns the sizes that differ, and what kb cannot compare."""
+    different, missing = [], []
+    if stored.get("num_experts", 0) is not None:
+        missing.append("kb does not compare expert parallelism")
     for name in LAYOUT:
-        line = "%s: %s in the checkpoint, %s given" % (name, stored.get(name, "not read"), given.get(name, "none"))
+        line = "%s: the checkpoint has %s, the job %s" % (name, stored.get(name, "not read"), given.get(name, "none"))
         if name not in given or type(stored.get(name)) is not int:
             missing.append(line)
         elif stored[name] != given[name]:
@@ -347,91 +359,94 @@ def compare(stored: Mapping[str, Any], given: Mapping[str, int]) -> tuple[list[s
 
 
 def check_whole(folder: Path, given: Mapping[str, int]) -> Finding:
-    """torch_dist: the weights fit every layout, the state of the distributed optimizer perhaps not."""
+    """Checks torch_dist, whose weights fit every layout, but whose optimizer state may not."""
     stored = stored_arguments(folder / "common.pt")
     different, missing = compare(stored, given)
     sharding = stored.get(SHARDING, "none" if stored.get("use_distributed_optimizer") is False else "not read")
-    lines = ["%s is torch_dist; its weights load under another layout" % folder, *different, *missing]
-    lines.append("sharding type of its distributed optimizer: %s" % sharding)
+    lines = ["%s is torch_dist, so its weights load in another layout" % folder, *different, *missing]
+    lines.append("the sharding type of its distributed optimizer: %s" % sharding)
     if different and sharding in ("dp_reshardable", "dp_zero_gather_scatter"):
         advice = "save once with --dist-ckpt-optim-fully-reshardable in the old layout, or start with --no-load-optim"
         return exposed(*lines, advice=advice)
     if missing or sharding not in ("none", "fully_reshardable", "dp_reshardable"):
-        return unknown(*lines, "it is not known to load; Megatron core 0.16 and newer refuse older types")
-    return clear(*lines, "the optimizer state loads, too")
+        return unknown(*lines, "the optimizer state may not load; Megatron core 0.16 and newer refuse older types")
+    return clear(*lines, "the optimizer state loads as well")
 
 
 def check_files(folder: Path, named: Mapping[str, int], given: Mapping[str, int], vocab: int, divisor: int) -> Finding:
-    """A file for each rank: everything must be the same."""
+    """Checks the torch format, with a file for each rank, where all sizes must be the same."""
     stored = stored_arguments(next(folder.glob("mp_rank_00*")) / "model_optim_rng.pt")
     other = ["%s=%s" % (name, stored[name]) for name in named if stored.get(name, named[name]) != named[name]]
     if other:
-        return unknown("%s: by the names not %s, as the files say" % (folder, ", ".join(other)))
+        return unknown("the folder names of %s contradict its files, which say %s" % (folder, ", ".join(other)))
     stored = {**stored, **named}
     different, missing = compare(stored, given)
     if stored.get(PP) != 1:
-        missing.append("virtual stages and the layers of each stage are not compared")
+        missing.append("kb does not compare virtual stages and the layers of each stage")
     if divisor <= 0 and type(stored.get(DIVISOR)) is int:
         divisor = int(stored[DIVISOR])
     if vocab > 0 and divisor > 0 and type(stored.get(PADDED)) is int:
         multiple = divisor * given.get(TP, named[TP])
         rows = -(-vocab // multiple) * multiple
         if rows != stored[PADDED]:
-            different.append("%s: %d in the checkpoint, %d for %d tokens" % (PADDED, stored[PADDED], rows, vocab))
+            different.append(
+                "%s: the checkpoint has %d rows, %d are needed for %d tokens" % (PADDED, stored[PADDED], rows, vocab)
+            )
     else:
-        missing.append("%s: not compared, give vocab, the number of tokens of the tokenizer" % PADDED)
+        missing.append("%s is not compared: run --set vocab=N, the number of tokens of the tokenizer" % PADDED)
     if different:
         return exposed(str(folder), *different, advice="start with the sizes of the checkpoint, or convert it")
     if missing:
         return unknown(str(folder), *missing)
-    return clear("%s: sizes and padded vocabulary are the same" % folder)
+    return clear("%s has the sizes and the padded vocabulary of the job" % folder)
 
 
 def pair(name: str, job: Any, expect: Expect, before: Any, after: Any, real: Any = CPU, **more: Any) -> Experiment:
-    """`before` and `after`, the arms, are keywords of the job, and a text."""
+    """Returns an experiment; `before` and `after` are the keywords of the job and the reason of each arm."""
     control = Arm(partial(job, **before[0]), expect=expect, because=before[1], **CPU)
     treatment = Arm(partial(job, **after[0]), expect=completed(), because=after[1], **real)
     shared = {"world_size": 1, "expected_s": (0.5, 0.5), **more}
     return Experiment(name=name, control=control, treatment=treatment, **shared)
 
 
-def mismatch(rows: int, own: int) -> Expect:
+def mismatch(rows: int, expected: int) -> Expect:
+    """Expects torch's size mismatch between the rows in the checkpoint and those in the model."""
     shape = r"[^()]{1,80}torch\.Size\(\[%d, 16\]\)"
-    return raised(r"size mismatch for embedding\.word_embeddings\.weight:" + shape % rows + shape % own)
+    return raised(r"size mismatch for embedding\.word_embeddings\.weight:" + shape % rows + shape % expected)
 
 
-WHOLE = {"made": lambda full: [full, full]}, "two slices are given the file of TP=1, whose vocabulary has 60 rows"
-CUT = {"made": sliced}, "the file is padded to 72 rows and cut into two"
+WHOLE = {"made": lambda full: [full, full]}, "each of two slices loads the file of TP=1, whose vocabulary has 60 rows"
+CUT = {"made": sliced}, "the weights are padded to 72 rows and split in two"
 UNPADDED = partial(sliced, pads=False)
 WRONG = symptom(r"every slice is loaded, and the loss is (\d\d|[2-9])\.\d; it was 0\.0")
-FIRST = {"merges": False}, "the whole model is given the first of two files"
-MERGED = {"merges": True}, "the two are merged along the axes that they were cut along"
-TWO, ONE = ({"tp": 2}, WHOLE[1]), ({"tp": 1}, "the job has TP=1, as the file")
-ROWS_OF_ONE = {"made": UNPADDED}, "the 60 rows of TP=1 are cut into two"
-SAME = {"multiple": 12}, "the divisor is 12 for TP=2, too"
-HALF = {"multiple": 6}, "the divisor is halved as TP is doubled, so the vocabulary has 60 rows again"
-MIDDLE = {"made": partial(sliced, halves=False)}, "one rank has all of gate, the other all of up"
-JOINED = {"made": partial(fuse, by_group=False)}, "all queries, all keys, all values, one after the other"
-GROUPED = {"made": partial(fuse, by_group=True)}, "the queries of a group, its key, its value"
-FROM_0 = {"renumbers": False}, "the files of two stages are put together, and both have a layer 0"
-RENUMBERED = {"renumbers": True}, "the layers of the second stage are counted on"
-ALONE = {"with_place": False}, "each rank's slice is in a file of its own"
-PLACED = {"with_place": True}, "the slices are saved with the place that they have in the whole tensor"
+FIRST = {"merges": False}, "the whole model loads the first of two files"
+MERGED = {"merges": True}, "the two files are merged along the axes of the split"
+TWO, ONE = ({"tp": 2}, WHOLE[1]), ({"tp": 1}, "the job has TP=1, like the file")
+ROWS_OF_ONE = {"made": UNPADDED}, "the 60 rows of TP=1 are split in two without new padding"
+SAME = {"multiple": 12}, "the divisor stays 12 for TP=2"
+HALF = {"multiple": 6}, "the divisor is 6 for TP=2, so the vocabulary has 60 rows again"
+MIDDLE = {"made": partial(sliced, halves=False)}, "one rank gets all of gate, the other all of up"
+JOINED = {"made": partial(fuse, by_group=False)}, "linear_qkv has all queries, then all keys, then all values"
+GROUPED = {"made": partial(fuse, by_group=True)}, "linear_qkv has the queries, key and value of each group together"
+FROM_0 = {"renumbers": False}, "the files of two stages are joined, and both have a layer 0"
+RENUMBERED = {"renumbers": True}, "the layers of the second stage get the next numbers"
+ALONE = {"with_place": False}, "each rank's slice is in its own file"
+PLACED = {"with_place": True}, "each slice is saved with its place in the whole tensor"
 SLICE = raised(r"size mismatch for linear_proj\.weight: copying a param with shape torch\.Size\(\[4, 2\]\)")
 DCP = {
     "fidelity": "stand-in",
-    "stands_for": "torch.distributed.checkpoint for Megatron's torch_dist, which is built on it",
+    "stands_for": "Megatron's torch_dist; the probe uses torch.distributed.checkpoint, on which it is built",
 }
 TORCH: Any = {"world_size": 2, "needs": Needs(packages={"torch": ">=2.5"}), "expected_s": (1.0, 2.5)}
 
 probe = Probe(
     check=check,
     params={
-        "checkpoint": Param("path", "the folder iter_XXXXXXX of a Megatron checkpoint; nothing in it is run"),
+        "checkpoint": Param("path", "the folder iter_XXXXXXX of a Megatron checkpoint; kb executes nothing in it"),
         "tp": Param("int", "tensor parallel size of the job; 0 if not given", 0),
         "pp": Param("int", "pipeline parallel size of the job; 0 if not given", 0),
         "vocab": Param("int", "number of tokens of the tokenizer; 0 if not given", 0),
-        "divisor": Param("int", "--make-vocab-size-divisible-by; 0 for that of the checkpoint", 0),
+        "divisor": Param("int", "--make-vocab-size-divisible-by of the job; 0 for that of the checkpoint", 0),
     },
     experiments=(pair("tp", run_parallel, mismatch(60, 36), WHOLE, CUT, world_size=2, expected_s=(1.5, 1.5)),),
     variants=(

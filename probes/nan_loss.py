@@ -1,4 +1,4 @@
-"""One bad batch on one rank: the gradient all-reduce carries its NaN into the weights of every rank, permanently."""
+"""One rank has a bad batch: the gradient all-reduce carries its NaN into the weights of every rank, permanently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ FIXES = ("bfloat16", "at-source", "skip-together", "clip")
 
 
 def build_model(fix: str, half: Any, *, own_mean: bool) -> Any:
-    """Attention over four tokens and a linear layer; its forward returns the loss. `half` is the type of its matmul."""
+    """Returns attention over four tokens and a linear layer in `half`; the forward returns the loss.
+
+    `fix` "at-source" masks with a finite number and divides by the labels of all ranks; `own_mean` divides by the
+    labels of this rank, without torch's cross_entropy.
+    """
     import torch
     from torch import distributed as dist
     from torch.nn import functional as F  # noqa: N812
@@ -72,7 +76,7 @@ def build_model(fix: str, half: Any, *, own_mean: bool) -> Any:
 
 
 def batch(device: Any, *, why: str, fix: str) -> Tuple[Any, Any, Any]:
-    """Inputs, attention mask and labels; bad ones for a `why`."""
+    """Returns inputs, attention mask and labels; they are bad if `why` is set."""
     import torch
 
     x = torch.eye(8, device=device)[:4]
@@ -95,7 +99,7 @@ def train(
     clip: bool = False,
     skips_alone: bool = False,
 ) -> None:
-    """A DDP model of one layer; in step 3 the batch of rank 1 is a bad one. No loss scaler, as in bf16 training."""
+    """Trains a DDP model without a loss scaler, as in bf16; in step 3, rank 1 has a bad batch."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -105,7 +109,7 @@ def train(
     model = DistributedDataParallel(build_model(fix, half, own_mean=own_mean).to(ctx.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ctx.reached()
-    used: List[float] = []
+    losses: List[float] = []  # of the steps that changed weights
     for step in range(STEPS):
         is_bad = step == BAD_STEP and ctx.rank == 1
         loss = model(*batch(ctx.device, why=why if is_bad else "", fix=fix))
@@ -118,19 +122,19 @@ def train(
         if clip or fix == "clip":
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if fix == "skip-together":
-            stepped = step_if_finite(model, optimizer)
+            has_stepped = step_if_finite(model, optimizer)
         else:
             optimizer.step()
-            stepped = True
-        used += [loss.item()] if stepped else []
+            has_stepped = True
+        losses += [loss.item()] if has_stepped else []
         optimizer.zero_grad()
     if skips_alone:
-        ctx.meet("trained", timeout_s=15)  # the rank with fewer calls is alive and busy elsewhere, as in training
-    judge(ctx, model, used)
+        ctx.meet("trained", timeout_s=15)  # the rank with fewer calls stays alive, as in training
+    judge(ctx, model, losses)
 
 
 def judge(ctx: Context, model: Any, losses: List[float]) -> None:
-    """Raises `Symptom` if a step used a loss that is NaN, or weights are NaN or infinite."""
+    """Raises `Symptom` if a step used a NaN loss, or if weights are NaN or infinite."""
     import torch
 
     weights = torch.cat([weight.detach().flatten() for weight in model.parameters()])
@@ -141,6 +145,7 @@ def judge(ctx: Context, model: Any, losses: List[float]) -> None:
 
 
 def step_if_finite(model: Any, optimizer: Any) -> bool:
+    """Clips the gradients and steps if their norm is finite; returns whether it stepped."""
     import torch
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -150,7 +155,7 @@ def step_if_finite(model: Any, optimizer: Any) -> bool:
 
 
 def restore(ctx: Context, *, with_moments: bool) -> None:
-    """After a NaN step the weights come back from a checkpoint: with Adam's moments, or without them."""
+    """Restores the weights from a checkpoint after a NaN step, with or without Adam's moments."""
     import copy
 
     import torch
@@ -175,7 +180,7 @@ def restore(ctx: Context, *, with_moments: bool) -> None:
 
 
 def step_with_adam(ctx: Context, *, half_weights: bool, fused: bool = False) -> None:
-    """An embedding of which the batch uses one row: the others have gradient 0, and Adam divides by its epsilon."""
+    """Trains an embedding whose batch uses one row; in the other rows the gradient is 0, so Adam divides by epsilon."""
     import torch
 
     weights = torch.nn.Embedding(4, 4).to(torch.float16 if half_weights else torch.float32)
@@ -192,18 +197,18 @@ def step_with_adam(ctx: Context, *, half_weights: bool, fused: bool = False) -> 
 
 
 def report_nan(losses: List[float], broken: int, weights: int) -> None:
-    """Raises `Symptom` if losses are NaN, or weights, of which `broken` are."""
-    lost = sum(loss != loss for loss in losses)
-    if lost or broken:
-        raise Symptom(f"the loss is nan in {lost} of {len(losses)} steps, then {broken} of {weights} weights are nan")
+    """Raises `Symptom` if a loss is NaN or if `broken`, the number of NaN weights, is not 0."""
+    count = sum(loss != loss for loss in losses)
+    if count or broken:
+        raise Symptom(f"the loss is nan in {count} of {len(losses)} steps, then {broken} of {weights} weights are nan")
 
 
 def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
-    """The Hugging Face Trainer on a model whose loss is NaN from the first step: what does it log?"""
+    """Runs the Hugging Face Trainer on a model whose loss is always NaN, and reads what it logs."""
     import torch
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process: accelerate would look for a MASTER_ADDR
+        os.environ.pop(name, None)  # with them, accelerate requires MASTER_ADDR
     hf: Any = importlib.import_module("transformers")
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -214,8 +219,8 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
         def forward(self, x: Any, labels: Any) -> Dict[str, Any]:
             return {"loss": (self.layer(x) - labels).mean() * float("nan")}
 
-    message = {"logging_nan_inf_filter": filtered, "logging_steps": 1, "max_steps": 3, "report_to": []}
-    arguments = hf.TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, save_strategy="no", **message)
+    options = {"logging_nan_inf_filter": filtered, "logging_steps": 1, "max_steps": 3, "report_to": []}
+    arguments = hf.TrainingArguments(output_dir=ctx.path("out"), use_cpu=True, save_strategy="no", **options)
     data = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in range(4)]
     trainer = hf.Trainer(model=Model(), args=arguments, train_dataset=data)
     ctx.reached()
@@ -230,38 +235,41 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
     assert line["loss"] != line["loss"], line
 
 
-BITS = {  # of inf: the exponent, without a sign. More than that is NaN
+BITS = {  # struct letter, and the bits of inf without a sign; larger values are NaN
     "float64": ("Q", 0x7FF0000000000000),
     "float32": ("I", 0x7F800000),
     "float16": ("H", 0x7C00),
     "bfloat16": ("H", 0x7F80),
 }
-WHOLE = ("i", "u", "bool")  # how types begin that cannot hold NaN
+INTEGERS = ("i", "u", "bool")  # types that begin like this cannot hold NaN
 SAMPLE = 1024
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are there NaN or inf in a saved checkpoint? Reads the first numbers of every tensor."""
+    """Does a saved checkpoint hold NaN or inf? Reads the first numbers of every tensor."""
     path = params["checkpoint"]
     if path is None:
-        return unknown("no checkpoint was named", advice="--set checkpoint=model.safetensors (or a file of torch.save)")
+        return unknown(
+            "no checkpoint was named", advice="run --set checkpoint=model.safetensors, or name a file of torch.save"
+        )
     try:
-        return look(path)
+        return check_file(path)
     except Unreadable as error:
         return unknown(str(error))
     except (OSError, KeyError, ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        return unknown("%s cannot be read to its end: %s" % (path, error))
+        return unknown("kb cannot read %s to its end: %s" % (path, error))
 
 
-def look(path: Path) -> Finding:
-    found = read_checkpoint(path).tensors
-    tensors = [tensor for tensor in found if tensor.dtype in BITS]
-    unread = {tensor.dtype for tensor in found if tensor.dtype not in BITS and not tensor.dtype.startswith(WHOLE)}
+def check_file(path: Path) -> Finding:
+    """Reads the first SAMPLE numbers of each tensor, for half a second. Raises the errors of damaged files."""
+    stored = read_checkpoint(path).tensors
+    tensors = [tensor for tensor in stored if tensor.dtype in BITS]
+    unread = {tensor.dtype for tensor in stored if tensor.dtype not in BITS and not tensor.dtype.startswith(INTEGERS)}
     end = time.monotonic() + 0.5
     bad: List[str] = []
     infinite: List[str] = []
-    looked = 0
-    cut = False
+    read = 0
+    is_partial = False
     with Bytes(path) as file:
         for tensor in tensors:
             if time.monotonic() > end:
@@ -275,32 +283,32 @@ def look(path: Path) -> Finding:
             without_sign = (1 << 8 * width - 1) - 1
             has_nan = any(value & without_sign > exponent for value in values)
             if broken:
-                # a mask, or the range of an observer, holds inf on purpose; a weight does not
+                # a mask or the range of an observer may hold inf on purpose, but a weight does not
                 (bad if has_nan or tensor.name.rpartition(".")[2] in ("weight", "bias") else infinite).append(
                     f"{tensor.name}: {broken} of the first {len(values)} numbers"
                 )
-            looked += 1
-            cut = cut or count * width < tensor.stop - tensor.start
-    message = f"the first {SAMPLE} numbers of {looked} of {len(tensors)} tensors in {path}"
+            read += 1
+            is_partial = is_partial or count * width < tensor.stop - tensor.start
+    message = f"the first {SAMPLE} numbers of {read} of {len(tensors)} tensors in {path}"
     if bad:
-        advice = "go back to a checkpoint in which this check finds none"
+        advice = "return to a checkpoint in which this check finds none"
         return exposed(f"{len(bad)} tensors with nan or inf among {message}", *bad[:8], advice=advice)
     if infinite:
-        return unknown("inf, but no nan, in what is no weight: a mask may hold it on purpose", *infinite[:8])
+        return unknown("tensors that are no weights hold inf but no nan; a mask may do so on purpose", *infinite[:8])
     if unread:
-        return unknown(f"no nan or inf in {message}", f"cannot be read here: {', '.join(sorted(unread))}")
-    if looked < len(tensors) or not tensors:
-        return unknown(f"no nan or inf in {message}", "the rest was not read in half a second")
-    if cut:
+        return unknown(f"no nan or inf in {message}", f"kb cannot read these types: {', '.join(sorted(unread))}")
+    if read < len(tensors) or not tensors:
+        return unknown(f"no nan or inf in {message}", "kb could not read the rest in half a second")
+    if is_partial:
         return unknown(
             f"no nan or inf in {message}",
-            "a step after clipping makes nan of whole tensors; without clipping it may be single rows, elsewhere",
+            "with clipping, a nan fills whole tensors; without clipping it may be in single rows that kb did not read",
         )
-    return clear(f"no nan or inf in all numbers of {looked} tensors in {path}")
+    return clear(f"no nan or inf in all numbers of {read} tensors in {path}")
 
 
 class Bytes:
-    """Reads bytes of a storage of a safetensors file or a torch.save archive."""
+    """Reads bytes of a storage in a safetensors file or a torch.save archive."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("rb")
@@ -325,7 +333,7 @@ class Bytes:
             return member.read(size)
 
 
-SPREADS = "a NaN in one rank's batch becomes a NaN gradient of all ranks (--set why=overflow, masked-row or no-label)"
+SPREADS = "a NaN in one rank's batch makes the gradients of all ranks NaN (others: --set why=masked-row or no-label)"
 
 gloo = Experiment(
     name="gloo",
@@ -338,7 +346,7 @@ gloo = Experiment(
     treatment=Arm(
         partial(train, fixed=True),
         expect=completed(),
-        because="the same batch with --set fix=bfloat16, at-source, skip-together (or clip, which does not help)",
+        because="the same batch with a fix: bfloat16, or that of --set fix=at-source or skip-together (clip fails)",
         fidelity="cpu",
     ),
     expected_s=(0.3, 0.3),
@@ -367,23 +375,25 @@ def variant(
 
 
 def spread(name: str, why: str, because: str, fix: str, broken: int = 16, **both: Any) -> Experiment:
-    """A bad batch with no fix but `both`; in the treatment arm it is repaired where the NaN comes from."""
+    """Returns a variant with a bad batch; the treatment arm repairs its source, and both arms have `both`."""
     control, treatment = {"fixed": False, "why": why, **both}, {"fixed": True, "why": why, "fix": "at-source", **both}
     return variant(name, train, control, treatment, because, fix, symptom(BROKEN % (broken, 16)))
 
+
+HALF_ADAM = "the weights are float16, where Adam's epsilon of 1e-8 is 0, so a gradient of 0 gives 0 / 0"
 
 variants = (
     spread(
         "masked-row",
         "masked-row",
-        "a row of the attention is masked completely with -inf; bfloat16 does not help",
+        "an attention row is masked completely with -inf, which bfloat16 does not change",
         "the row is filled with the lowest finite number",
         dtype="bfloat16",
     ),
     spread(
         "no-label",
         "no-label",
-        "rank 1 has no label: the mean is nan, its gradient is 0; bfloat16 does not help",
+        "rank 1 has no label: its mean is nan and its gradient 0, which bfloat16 does not change",
         "the sum is divided by the labels of all ranks",
         broken=0,
         dtype="bfloat16",
@@ -391,15 +401,15 @@ variants = (
     spread(
         "own-mean",
         "no-label",
-        "rank 1 has no label, and the loss divides by a count of its own",
+        "rank 1 has no label, and its loss divides by its own count of 0",
         "the sum is divided by the labels of all ranks",
         own_mean=True,
     ),
     spread(
         "clip",
         "overflow",
-        "gradients are clipped: each is multiplied by a factor that is nan",
-        "gradients are clipped, and the values stay below 65504",
+        "clipping multiplies all gradients by a factor that is nan",
+        "the gradients are clipped, but the values stay below 65504",
         clip=True,
     ),
     variant(
@@ -407,8 +417,8 @@ variants = (
         train,
         {"fixed": False, "skips_alone": True},
         {"fixed": True, "skips_alone": True, "fix": "skip-together"},
-        "the rank whose loss is nan skips the step alone",
-        "the ranks look at the norm of the reduced gradients, and skip together",
+        "only the rank with the nan loss skips the step",
+        "all ranks check the norm of the reduced gradients and skip together",
         symptom(r"rank 0 waits in the backward of step \d+: .*" + GLOO_TIMEOUT),
     ),
     variant(
@@ -416,8 +426,8 @@ variants = (
         restore,
         {"with_moments": False},
         {"with_moments": True},
-        "the weights come back from a checkpoint, Adam's moments do not",
-        "both come back",
+        "the checkpoint restores the weights but not Adam's moments",
+        "the checkpoint restores both",
         symptom(BROKEN % (4, 4)),
         world_size=1,
     ),
@@ -426,7 +436,7 @@ variants = (
         step_with_adam,
         {"half_weights": True},
         {"half_weights": False},
-        "the weights are float16, in which Adam's epsilon of 1e-8 is 0: 0 / 0 where the gradient is 0",
+        HALF_ADAM,
         "the weights are float32",
         symptom(BROKEN % (r"\d+", 16)),
         world_size=1,
@@ -437,12 +447,12 @@ variants = (
             step_with_adam,
             {"half_weights": True},
             {"half_weights": True, "fused": True},
-            "the weights are float16, in which Adam's epsilon of 1e-8 is 0: 0 / 0 where the gradient is 0",
+            HALF_ADAM,
             "the fused Adam computes in float32",
             symptom(BROKEN % (r"\d+", 16)),
             world_size=1,
         ),
-        needs=Needs(packages={"torch": ">=2.4"}),  # before, it is for GPUs alone
+        needs=Needs(packages={"torch": ">=2.4"}),  # older releases have it for GPUs only
     ),
 )
 
@@ -451,7 +461,7 @@ probe = Probe(
     params={
         "why": Param("str", "where the NaN comes from: %s" % ", ".join(WHYS), "overflow"),
         "fix": Param("str", "what the treatment arm does: %s" % ", ".join(FIXES), "bfloat16"),
-        "checkpoint": Param("path", "a .safetensors file or a file of torch.save, to look for NaN in"),
+        "checkpoint": Param("path", "a .safetensors file or a file of torch.save, for the check"),
     },
     experiments=(gloo.on_gpus(), gloo),
     variants=(
@@ -467,7 +477,7 @@ probe = Probe(
             treatment=Arm(
                 partial(log_with_trainer, filtered=False),
                 expect=completed(),
-                because="with the filter off the log says nan",
+                because="the filter is off, so the log says nan",
                 fidelity="cpu",
             ),
             world_size=1,

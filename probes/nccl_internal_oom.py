@@ -175,9 +175,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         sizes = taken[most].values()
         logged, held = sum(sizes) // MIB, sum(-(-size // GRAIN) * GRAIN for size in sizes) // MIB
         rounded = f"it logged {logged} MiB, up to {held} MiB after rounding by the driver"
-        evidence.append(f"the log has {len(taken)} processes; {most} took most: {rounded}, without kernels and context")
+        evidence.append(f"processes in the log: {len(taken)}; {most} took most: {rounded}, without kernels and context")
     if failed:
-        evidence.append(f"{len(failed)} allocations failed; the first was of {int(failed[0]) // MIB} MiB")
+        evidence.append(f"failed allocations: {len(failed)}; the first was of {int(failed[0]) // MIB} MiB")
     if is_out and IN_HOST_MEMORY.search(text):
         return exposed(*evidence, "NCCL ran out of host memory, in shm.cc", advice="set NCCL_CUMEM_HOST_ENABLE=0")
     if is_out:
@@ -194,7 +194,7 @@ def compare(
 ) -> Finding:
     """Compares what NCCL took with the `free` memory; `logged`, `held` (after rounding) and `free` are in MiB."""
     if not free or free < 0:
-        advice = "run it again with --set free_mib=N, the MiB that are free for NCCL"
+        advice = "run --set log=FILE --set free_mib=N, with the MiB that are free for NCCL"
         return unknown(*evidence, "the free memory was not given", advice=advice)
     if logged > free:
         return exposed(*evidence, f"only {free} MiB are free for NCCL", advice=LEAVE)

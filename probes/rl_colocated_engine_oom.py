@@ -158,7 +158,7 @@ def read_sleeps(log: Path) -> Dict[str, List[Tuple[float, float]]]:
     if not log.is_file():
         raise OSError(f"{log} is no regular file")
     with open(log, encoding="utf-8", errors="replace") as file:
-        for line in islice(iter(lambda: file.readline(10_000), ""), 300_000):  # this many take a second
+        for line in islice(iter(lambda: file.readline(10_000), ""), 300_000):  # so many lines take a second
             if found := SLEEP.search(line):
                 process = PROCESS.search(line)
                 name = process.group() if process else UNNAMED
@@ -173,7 +173,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     try:
         sleeps = read_sleeps(params["log"])
     except OSError as error:
-        return unknown(f"the log cannot be read: {error}")
+        return unknown(f"kb cannot read the log: {error}")
     evidence: List[str] = []
     uncertain: List[str] = []
     for name, pairs in sleeps.items():

@@ -1,4 +1,4 @@
-"""A sequence that is divided over ranks: its length, its labels, its mean and its documents are those of the whole."""
+"""Ranks divide a sequence, but its length, labels, mean and documents must come from the whole sequence."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ IGNORED = -100
 
 
 def shifted(labels: Any) -> Any:
+    """Shifts labels by one token to the left; the last one becomes IGNORED."""
     import torch
 
     return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def exchange(x: Any, world: int, to_heads: bool) -> Any:
-    """Ulysses: from all heads of a chunk to all tokens of some heads, and back."""
+    """The all-to-all of Ulysses: from all heads of a chunk to all tokens of some heads, or back."""
     import torch
     from torch.distributed.nn.functional import all_to_all_single
 
@@ -49,11 +50,12 @@ def exchange(x: Any, world: int, to_heads: bool) -> Any:
 
 
 def build(ctx: Context) -> Any:
+    """Returns the same small model on every rank."""
     import torch
     from torch import nn
 
     class Model(nn.Module):  # type: ignore[misc]
-        """One layer of attention between an embedding and a head."""
+        """An embedding, one attention layer and a head; with `world` > 1, ranks exchange heads and tokens."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -75,30 +77,41 @@ def build(ctx: Context) -> Any:
     return Model().to(ctx.device)
 
 
+def make_row(ctx: Context, prompt: int, second: int) -> Tuple[Any, Any, Any, Any]:
+    """Returns ids, labels, positions and the attention mask of one row, which may have two documents."""
+    import torch
+
+    ids = torch.randint(WORDS, (TOKENS,), device=ctx.device)
+    labels, places = ids.clone(), torch.arange(TOKENS, device=ctx.device)
+    labels[(places < prompt) | (places == second)] = IGNORED
+    mask = ((places[:, None] < second) == (places[None, :] < second)).tril()
+    return ids, labels, places, mask
+
+
 def train(
     ctx: Context,
     *,
     shift: str = "before the split",
     mean: str = "over tokens",
-    see: str = "the own document",
+    attends_to: str = "own document",
     prompt: int = 0,
     second: int = TOKENS,
 ) -> None:
-    """One backward, on one rank and on all ranks: loss and gradient must agree. A document may begin at `second`."""
+    """Runs one backward on the whole sequence and one on chunks; raises Symptom if loss or gradient differ.
+
+    A second document may begin at token `second`; the first `prompt` tokens have no label.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
     dist = ctx.init_process_group(timeout_s=15)
     model, world, rank = build(ctx), ctx.world_size, ctx.rank
-    ids = torch.randint(WORDS, (TOKENS,), device=ctx.device)
-    labels, places = ids.clone(), torch.arange(TOKENS, device=ctx.device)
-    labels[(places < prompt) | (places == second)] = IGNORED
-    mask = ((places[:, None] < second) == (places[None, :] < second)).tril()
-    right = cross_entropy(model(ids, places, mask), shifted(labels))
-    right.backward()
+    ids, labels, places, mask = make_row(ctx, prompt, second)
+    expected = cross_entropy(model(ids, places, mask), shifted(labels))
+    expected.backward()
     gradient = gradient_of(model)
 
-    if see == "everything before":
+    if attends_to == "all earlier tokens":
         mask = torch.ones_like(mask).tril()
     size = TOKENS // world
     chunk = slice(size * rank, size * (rank + 1))
@@ -123,27 +136,29 @@ def train(
     for p in model.parameters():
         dist.all_reduce(p.grad)
         p.grad /= world  # as DDP and FSDP do
-    found = gradient_of(model)
-    compare(float(loss), float(right), float((found - gradient).norm() / gradient.norm()))
+    error = float((gradient_of(model) - gradient).norm() / gradient.norm())
+    compare(float(loss), float(expected), error)
 
 
 def gradient_of(model: Any) -> Any:
+    """Returns all gradients as one vector, and clears them."""
     import torch
 
-    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     model.zero_grad()
-    return found
+    return gradient
 
 
-def compare(loss: float, right: float, off: float = 0.0) -> None:
-    if not abs(loss - right) < 1e-3:
-        raise Symptom("loss %.4f with sequence parallelism, %.4f without" % (loss, right))
-    if not off < 1e-3:
-        raise Symptom("the loss is right, the gradient is off by %.2f of that without sequence parallelism" % off)
+def compare(loss: float, expected: float, error: float = 0.0) -> None:
+    """Raises Symptom if the loss differs or the relative error of the gradient is not small; both may be NaN."""
+    if not abs(loss - expected) < 1e-3:
+        raise Symptom("loss %.4f with sequence parallelism, %.4f without" % (loss, expected))
+    if not error < 1e-3:
+        raise Symptom("the loss is right, the gradient is off by %.2f of that without sequence parallelism" % error)
 
 
 def load_balanced(ctx: Context, *, shift: str) -> None:
-    """torch's own split: each rank has a piece of the beginning and one of the end. A model without attention."""
+    """Computes a loss in torch's context_parallel, which gives each rank a piece of the beginning and of the end."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -155,7 +170,7 @@ def load_balanced(ctx: Context, *, shift: str) -> None:
     table = torch.randn(WORDS, WORDS)
     ids = torch.randperm(TOKENS)[None]
     labels = ids.clone()
-    right = cross_entropy(table[ids[0]], shifted(labels)[0])
+    expected = cross_entropy(table[ids[0]], shifted(labels)[0])
     ctx.reached()
     if shift == "before the split":
         labels = shifted(labels).contiguous()
@@ -166,7 +181,7 @@ def load_balanced(ctx: Context, *, shift: str) -> None:
     tokens = (targets != IGNORED).sum()
     dist.all_reduce(loss)
     dist.all_reduce(tokens)
-    compare(float(loss / tokens), float(right))
+    compare(float(loss / tokens), float(expected))
 
 
 def ulysses(
@@ -179,7 +194,7 @@ def ulysses(
     packed: bool = False,
     rows: int = 1,
 ) -> None:
-    """A tiny Llama of transformers under DeepSpeed's Ulysses, with its loader."""
+    """Compares the loss of a tiny Llama under DeepSpeed's Ulysses and its loader with the loss without Ulysses."""
     deepspeed = import_deepspeed()
     import torch
     from torch.nn.functional import pad
@@ -201,7 +216,7 @@ def ulysses(
     batch = {"input_ids": ids, "labels": ids.clone()}
     places = torch.arange(length // halves).repeat(halves).expand(rows, -1)
     batch["labels"][places == 0] = IGNORED
-    right = float(model(**batch, position_ids=places).loss.detach())
+    expected = float(model(**batch, position_ids=places).loss.detach())
     extra = -length % multiple
     batch = {key: pad(x, (0, extra), value=IGNORED if key == "labels" else 0) for key, x in batch.items()}
     if positions:
@@ -213,54 +228,55 @@ def ulysses(
     ctx.reached()
     part = next(loader)
     targets = part.pop("shift_labels")
-    given = {"labels": targets, "shift_labels": targets} if labels == "shift_labels" else {"labels": targets}
+    arguments = {"labels": targets, "shift_labels": targets} if labels == "shift_labels" else {"labels": targets}
     tokens = (targets != IGNORED).sum()
-    loss = model(**part, **given).loss.detach() * tokens
+    loss = model(**part, **arguments).loss.detach() * tokens
     dist.all_reduce(loss)
     dist.all_reduce(tokens)
-    compare(float(loss / tokens), right)
+    compare(float(loss / tokens), expected)
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Do the degrees divide the heads and the length, and can the layers be divided? Never clear: no loss is read."""
+    """Do the degrees divide the heads and the length, and can the layers be divided? Never clear: kb reads no loss."""
     sp, cp, length = params["sp"] or 1, params["cp"] or 1, params["length"]
     if params["sp"] is None and params["cp"] is None:
-        return unknown("no degree was given", advice="--set sp=8 --set length=32768 --set model_config=config.json")
+        return unknown("no degree was given", advice="run --set sp=8 --set length=32768 --set model_config=config.json")
     if min(sp, cp) < 1 or (length is not None and length < 1):
-        return unknown("a degree or a length below 1")
-    found: List[str] = []
+        return unknown("a degree or the length is below 1")
+    mismatches: List[str] = []
     multiple = math.lcm(sp, 2 * cp if cp > 1 else 1)
     if length is not None and length % multiple:
-        found.append("length %d is no multiple of %d" % (length, multiple))
+        mismatches.append("length %d is no multiple of %d" % (length, multiple))
     if params["model_config"] is not None:
         try:
-            found += of_model(params["model_config"], sp, cp)
+            mismatches += compare_model(params["model_config"], sp, cp)
         except UnreadableConfig as error:
             return unknown(str(error))
-    if found:
-        return exposed(*found, advice="see the Fix")
-    return unknown("labels, mean and documents show in a loss, not in a configuration", advice="compare two losses")
+    if mismatches:
+        return exposed(*mismatches, advice="see the Fix of the entry")
+    why = "labels, mean and documents affect the loss, which no configuration shows"
+    return unknown(why, advice="compare the loss of one step with and without sequence parallelism")
 
 
-def of_model(path: Path, sp: int, cp: int) -> List[str]:
-    """What of the model the degrees do not suit. Raises `UnreadableConfig`."""
+def compare_model(path: Path, sp: int, cp: int) -> List[str]:
+    """Lists what in the model does not suit the degrees. Raises `UnreadableConfig`."""
     values = read_config(path).values
     text = values.get("text_config")
-    both: Dict[str, Any] = {**values, **(text if isinstance(text, dict) else {})}
-    found = []
-    heads, kv_heads = both.get("num_attention_heads"), both.get("num_key_value_heads")
+    config: Dict[str, Any] = {**values, **(text if isinstance(text, dict) else {})}
+    mismatches = []
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(heads) is int and heads > 0 and heads % sp:
-        found.append("%d heads by sp %d" % (heads, sp))
+        mismatches.append("sp %d does not divide %d heads" % (sp, heads))
     if type(kv_heads) is int and kv_heads > 0 and kv_heads % sp and sp % kv_heads:
-        found.append("%d key and value heads by sp %d" % (kv_heads, sp))
-    kinds = both.get("layer_types")
+        mismatches.append("%d key-value heads do not suit sp %d" % (kv_heads, sp))
+    kinds = config.get("layer_types")
     kinds = [str(kind)[:40] for kind in kinds] if isinstance(kinds, list) else []
-    if not kinds and both.get("sliding_window") and both.get("use_sliding_window", True):
+    if not kinds and config.get("sliding_window") and config.get("use_sliding_window", True):
         kinds = ["sliding_attention"]
     refused = {kind for kind in kinds if kind != "full_attention" and (cp > 1 or "linear_attention" in kind)}
     if refused and max(sp, cp) > 1:
-        found.append("layers of %s" % ", ".join(sorted(refused)))
-    return found
+        mismatches.append("layers of %s cannot be divided" % ", ".join(sorted(refused)))
+    return mismatches
 
 
 def pair(
@@ -270,9 +286,9 @@ def pair(
     because: str,
     fix: str,
     expect: Expect,
-    **given: Any,
+    **common: Any,
 ) -> Experiment:
-    """`change`: the keyword that differs, with its two values."""
+    """Returns an experiment; `change` is the keyword that differs, with its values in control and treatment."""
     key, wrong, right = change
     library = job is ulysses
     needs = {"torch": ">=2.6"} if job is load_balanced else {"torch": ">=2.1"}
@@ -280,8 +296,8 @@ def pair(
         needs.update(deepspeed=">=0.19", transformers=">=5.0")
     return Experiment(
         name=name,
-        control=Arm(partial(job, **given, **{key: wrong}), expect, because, "cpu"),
-        treatment=Arm(partial(job, **given, **{key: right}), completed(), fix, "cpu"),
+        control=Arm(partial(job, **common, **{key: wrong}), expect, because, "cpu"),
+        treatment=Arm(partial(job, **common, **{key: right}), completed(), fix, "cpu"),
         needs=Needs(packages=needs),
         deadline_s=120.0 if library else 40.0,
         expected_s=(10.0, 10.0) if library else (1.5, 1.5),
@@ -292,14 +308,18 @@ LOSS = symptom(r"loss \d+\.\d+ with sequence parallelism, \d+\.\d+ without")
 NAN = symptom(r"loss nan with sequence parallelism, \d+\.\d+ without")
 HALF = symptom(r"the loss is right, the gradient is off by 0\.50 of that without sequence parallelism")
 BEFORE = "before the split"
-shift = pair("shift", train, ("shift", "in each chunk", BEFORE), "labels shifted in each chunk", BEFORE, LOSS)
+TOKEN_MEAN = "the sum is divided by the labels of all ranks"
+SHIFTED = "the labels are shifted before the split"
+shift = pair(
+    "shift", train, ("shift", "in each chunk", BEFORE), "each rank shifts the labels of its chunk", SHIFTED, LOSS
+)
 probe = Probe(
     check=check,
     params={
         "sp": Param("int", "Ulysses degree: sp_size, ulysses_sequence_parallel_size"),
         "cp": Param("int", "degree of ring attention or context parallelism: cp_size"),
-        "length": Param("int", "tokens of a row, or what rows are padded to a multiple of"),
-        "model_config": Param("path", "config.json of the model: heads and layers"),
+        "length": Param("int", "tokens of a row, or the multiple to which rows are padded"),
+        "model_config": Param("path", "config.json of the model, for its heads and layers"),
     },
     experiments=(shift.on_gpus(), shift),
     variants=(
@@ -307,26 +327,42 @@ probe = Probe(
             "load-balance",
             load_balanced,
             ("shift", "in each chunk", BEFORE),
-            "torch's split joins a piece of the beginning and one of the end, then the labels are shifted",
-            "shifted before it",
+            "the labels are shifted after torch's split, which joins a piece of the beginning and one of the end",
+            SHIFTED,
             LOSS,
         ),
-        pair("weights", train, ("mean", "of ranks", "over tokens"), "a mean of means", "by tokens", LOSS, prompt=5),
-        pair("prompt", train, ("mean", "of ranks", "over tokens"), "a chunk of prompt", "by tokens", NAN, prompt=9),
+        pair(
+            "weights",
+            train,
+            ("mean", "of ranks", "over tokens"),
+            "the loss is the mean of the ranks' means",
+            TOKEN_MEAN,
+            LOSS,
+            prompt=5,
+        ),
+        pair(
+            "prompt",
+            train,
+            ("mean", "of ranks", "over tokens"),
+            "one chunk has no label, so its mean is nan",
+            TOKEN_MEAN,
+            NAN,
+            prompt=9,
+        ),
         pair(
             "gradient",
             train,
             ("mean", "over tokens, not scaled", "over tokens"),
-            "a loss that is summed over ranks, and gradients that are averaged",
-            "the loss times the number of ranks",
+            "the loss is summed over ranks, but the gradients are averaged",
+            "the loss is multiplied by the number of ranks",
             HALF,
         ),
         pair(
             "documents",
             train,
-            ("see", "everything before", "the own document"),
-            "two documents in a row, and the plain causal mask",
-            "the mask of documents",
+            ("attends_to", "all earlier tokens", "own document"),
+            "a row has two documents, and the mask is plain causal",
+            "the mask separates the documents",
             LOSS,
             second=5,
         ),
@@ -334,16 +370,16 @@ probe = Probe(
             "ulysses-shift",
             ulysses,
             ("labels", "labels", "shift_labels"),
-            "the shifted labels of the loader given as labels: the model shifts them again",
-            "given as shift_labels",
+            "the model gets the loader's shifted labels as labels and shifts them again",
+            "the model gets them as shift_labels",
             LOSS,
         ),
         pair(
             "ulysses-length",
             ulysses,
             ("multiple", 1, 2),
-            "15 tokens",
-            "padded to 16",
+            "a row has 15 tokens",
+            "the row is padded to 16 tokens",
             raised(r"ValueError: batch's seqlen=15 isn't divisible by sp-size=2"),
             length=15,
         ),
@@ -351,24 +387,24 @@ probe = Probe(
             "ulysses-positions",
             ulysses,
             ("positions", False, True),
-            "a collator without position ids",
-            "with them",
+            "the collator returns no position ids",
+            "the collator returns position ids",
             raised(r"ValueError: Ulysses SP requires `position_ids` in every dataloader batch"),
         ),
         pair(
             "ulysses-packed",
             ulysses,
             ("packed", True, False),
-            "two documents in a row, sdpa; transformers alone keeps them apart",
-            "one document",
+            "a row has two documents, which sdpa under Ulysses does not separate",
+            "a row has one document",
             LOSS,
         ),
         pair(
             "ulysses-rows",
             ulysses,
             ("rows", 2, 1),
-            "a batch of another size than was registered, as the last one can be",
-            "of the registered size",
+            "a batch has another size than the registered one, as the last batch can have",
+            "the batch has the registered size",
             raised(r"query input tensor does not match the required shape"),
         ),
     ),

@@ -1,4 +1,4 @@
-"""A weight of a sharded model is used by code that the sharding does not know of: an inner call, a second model."""
+"""Code uses a weight of a sharded model outside the forward that gathers it, or in a second model without an engine."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ CONFIG = {
 
 
 def build(wrap: Callable[[Any], Any] = lambda layer: layer) -> Any:
+    """Returns an embedding with a linear body, which `wrap` may shard, and a head tied to the embedding."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -35,7 +36,7 @@ def build(wrap: Callable[[Any], Any] = lambda layer: layer) -> Any:
             return self.embed(ids)
 
         def score(self, ids: Any) -> Any:
-            return functional.linear(self.body(self.features(ids)), self.embed.weight)  # the weight of another module
+            return functional.linear(self.body(self.features(ids)), self.embed.weight)  # the head is tied
 
         def forward(self, ids: Any, only_features: bool = False) -> Any:
             return self.features(ids) if only_features else self.score(ids)
@@ -44,23 +45,24 @@ def build(wrap: Callable[[Any], Any] = lambda layer: layer) -> Any:
 
 
 def sample(ctx: Context) -> Any:
+    """Returns token ids of shape (2, 5)."""
     import torch
 
     return torch.arange(10, device=ctx.device).view(2, 5)
 
 
 def shard(ctx: Context, layers: bool = False) -> Any:
-    """FSDP1 around the whole model, and around its body too if `layers`."""
+    """Wraps the model in FSDP1, and its body in a unit of its own if `layers`."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    warnings.simplefilter("ignore")  # FSDP1 calls itself deprecated
+    warnings.simplefilter("ignore")  # FSDP1 warns that it is deprecated
     ctx.init_process_group(timeout_s=10)
     wrap = partial(FullyShardedDataParallel, device_id=ctx.device, use_orig_params=True)
     return wrap(build(wrap if layers else lambda layer: layer).to(ctx.device))
 
 
 def call(ctx: Context, *, through_wrapper: bool) -> None:
-    """A method of the inner module, as evaluation code calls it."""
+    """Calls a method of the inner module, as evaluation code does, or the same method through the wrapper."""
     import torch
 
     model, ids = shard(ctx), sample(ctx)
@@ -74,7 +76,7 @@ def call(ctx: Context, *, through_wrapper: bool) -> None:
 
 
 def measure(ctx: Context, *, gathered: bool) -> None:
-    """The norm of a weight, as own code logs or penalises it: no shape is checked, so nothing is raised."""
+    """Computes the norm of a weight, as custom code does for a log or a penalty; nothing checks the shape."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -91,7 +93,7 @@ def measure(ctx: Context, *, gathered: bool) -> None:
 
 
 def start_inside(ctx: Context, *, root_first: bool) -> None:
-    """A layer that is a unit of its own gathers by itself; but the first forward makes its unit the root."""
+    """Calls a layer that is its own unit; such a unit gathers by itself, but the first forward makes it the root."""
     import torch
 
     model, ids = shard(ctx, layers=True), sample(ctx)
@@ -105,7 +107,7 @@ def start_inside(ctx: Context, *, root_first: bool) -> None:
 
 
 def tied(ctx: Context, *, own_unit: bool) -> None:
-    """The embedding is a unit of its own, and the head, in the unit around it, uses the same weight."""
+    """Runs a forward whose head is tied to the embedding, which is a unit of its own if `own_unit`."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -121,6 +123,7 @@ def tied(ctx: Context, *, own_unit: bool) -> None:
 
 
 def start_deepspeed(ctx: Context) -> Any:
+    """Imports DeepSpeed and initializes it with gloo."""
     deepspeed = import_deepspeed()
     ctx.init_process_group(timeout_s=30)
     deepspeed.init_distributed(dist_backend="gloo")
@@ -128,7 +131,7 @@ def start_deepspeed(ctx: Context) -> Any:
 
 
 def second_model(ctx: Context, *, own_engine: bool) -> None:
-    """A teacher that is partitioned as it is built, which from_pretrained does under a ZeRO-3 configuration."""
+    """Builds a teacher under zero.Init, as from_pretrained does with a ZeRO-3 configuration, and calls it."""
     import torch
 
     deepspeed, config, ids = start_deepspeed(ctx), CONFIG, sample(ctx)
@@ -144,7 +147,7 @@ def second_model(ctx: Context, *, own_engine: bool) -> None:
 
 
 def load_whole(ctx: Context, *, own_engine: bool) -> None:
-    """A second model with transformers, inside the context manager of accelerate that many scripts have for it."""
+    """Builds a teacher with transformers inside accelerate's zero3_init_context_manager(enable=False), and calls it."""
     import torch
 
     deepspeed = start_deepspeed(ctx)
@@ -169,6 +172,7 @@ def load_whole(ctx: Context, *, own_engine: bool) -> None:
 
 
 def train_engine(ctx: Context) -> Tuple[Any, Any, Any]:
+    """Returns DeepSpeed, a model, and its ZeRO-3 engine with AdamW."""
     import torch
 
     deepspeed, model = start_deepspeed(ctx), build()
@@ -177,7 +181,7 @@ def train_engine(ctx: Context) -> Tuple[Any, Any, Any]:
 
 
 def own_loss(ctx: Context, *, by: str) -> None:
-    """A product with the embedding: behind the forward, by a method past the engine, or by the engine's forward."""
+    """Computes logits with the embedding in the script, in a method of the inner module, or in the engine's forward."""
     import torch
     from torch.nn import functional
 
@@ -197,7 +201,7 @@ def own_loss(ctx: Context, *, by: str) -> None:
 
 
 def gathered_loss(ctx: Context, *, backward_inside: bool) -> None:
-    """A weight that the forward does not use is gathered for the loss; the backward is inside or behind."""
+    """Gathers a weight for the loss; the backward runs inside the same context or after it."""
     import torch
     from torch.nn import functional
 
@@ -217,13 +221,13 @@ def gathered_loss(ctx: Context, *, backward_inside: bool) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     functional.linear(plain(ids, only_features=True), plain.body.weight).square().mean().backward()
     optimizer.step()
-    for ours, theirs in ((model.body.weight, plain.body.weight), (model.embed.weight, plain.embed.weight)):
-        with deepspeed.zero.GatheredParameters(ours):
-            assert torch.allclose(ours, theirs, atol=1e-4)
+    for weight, expected in ((model.body.weight, plain.body.weight), (model.embed.weight, plain.embed.weight)):
+        with deepspeed.zero.GatheredParameters(weight):
+            assert torch.allclose(weight, expected, atol=1e-4)
 
 
 def initialise(ctx: Context, *, from_rank_0: bool) -> None:
-    """Weights are set behind zero.Init: without gathering, and then gathered, with and without modifier_rank."""
+    """Sets a weight after zero.Init: first without gathering, then gathered, with or without modifier_rank."""
     import torch
 
     deepspeed = start_deepspeed(ctx)
@@ -232,7 +236,7 @@ def initialise(ctx: Context, *, from_rank_0: bool) -> None:
     ctx.reached()
     torch.nn.init.normal_(model.embed.weight, mean=7.0)
     with deepspeed.zero.GatheredParameters(model.embed.weight):
-        bare = model.embed.weight.mean().item()
+        empty_mean = model.embed.weight.mean().item()
     if from_rank_0:
         with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
             torch.nn.init.normal_(model.embed.weight, mean=7.0)
@@ -241,7 +245,7 @@ def initialise(ctx: Context, *, from_rank_0: bool) -> None:
             torch.nn.init.normal_(model.embed.weight, mean=7.0)
     with deepspeed.zero.GatheredParameters(model.embed.weight):
         mean = model.embed.weight.mean().item()
-    assert abs(bare) < 1, bare  # the first normal_ wrote nothing, in both arms
+    assert abs(empty_mean) < 1, empty_mean  # the first normal_ writes nothing in both arms
     if abs(mean - 7) > 1:
         raise Symptom("twice normal_(mean=7), and the mean is %.1f; no error" % mean)
 
@@ -274,8 +278,8 @@ gloo = pair(
     "gloo",
     (partial(call, through_wrapper=False), partial(call, through_wrapper=True)),
     raised(TWO_D),
-    "a method of the inner module is called, and the unit of FSDP1 around it does not gather",
-    "the same method is called by the forward of the wrapper, which gathers first",
+    "the code calls a method of the inner module, and the FSDP1 unit around it does not gather",
+    "the forward of the wrapper gathers first and then calls the same method",
 )
 
 probe = Probe(
@@ -285,52 +289,52 @@ probe = Probe(
             "norm",
             (partial(measure, gathered=False), partial(measure, gathered=True)),
             symptom(r"rank \d measures a norm of \d+\.\d\d, and it is 2\d\.\d\d; no error"),
-            "each rank measures its own piece of the weight",
-            "the weight is measured inside summon_full_params",
+            "each rank computes the norm of its own shard",
+            "each rank computes the norm inside summon_full_params",
         ),
         pair(
             "inner-first",
             (partial(start_inside, root_first=False), partial(start_inside, root_first=True)),
             raised(r"Non-root FSDP instance's `_is_root` should not have been"),
-            "an inner unit makes its forward before the whole model has made one",
-            "the whole model makes the first forward",
+            "an inner unit runs a forward before the whole model",
+            "the whole model runs the first forward",
         ),
         pair(
             "tied",
             (partial(tied, own_unit=True), partial(tied, own_unit=False)),
             raised(r"size mismatch, got input \(10\), mat \(10x16\), vec \(\d+\)"),
-            "the embedding is a unit of its own, and the head uses its weight when that unit is sharded again",
-            "embedding and head are in one unit",
+            "the embedding is its own unit, and the tied head reads the weight after that unit is sharded again",
+            "embedding and head are in the same unit",
         ),
         pair(
             "second-model",
             (partial(second_model, own_engine=False), partial(second_model, own_engine=True)),
             raised(TWO_D),
-            "a second model is partitioned by zero.Init and never passed to initialize",
-            "it has an engine of its own, without an optimizer",
+            "zero.Init partitions a second model, which the script never passes to initialize",
+            "the second model has its own engine, without an optimizer",
             ZERO3,
         ),
         pair(
             "whole",
             (partial(load_whole, own_engine=False), partial(load_whole, own_engine=True)),
             raised(TWO_D),
-            "zero3_init_context_manager(enable=False) of accelerate is around the loading, and it is partitioned",
-            "it has an engine of its own",
+            "the model is partitioned in spite of zero3_init_context_manager(enable=False) of accelerate",
+            "the second model has its own engine",
             {**ZERO3, "transformers": ">=4.46", "accelerate": ">=1.0"},
         ),
         pair(
             "own-loss",
             (partial(own_loss, by="script"), partial(own_loss, by="engine")),
             raised(EMPTY),
-            "own code behind the forward multiplies with a weight of the engine",
-            "the forward multiplies, where ZeRO-3 gathers the weight of another module too",
+            "the script multiplies with a weight of the engine after the forward",
+            "the forward multiplies; ZeRO-3 also gathers a weight of another module there",
             ZERO3,
         ),
         pair(
             "past-engine",
             (partial(own_loss, by="method"), partial(own_loss, by="engine")),
             raised(EMPTY),
-            "a method is called past the engine: its modules gather, the weight that it reads by name is empty",
+            "the script calls a method past the engine: modules gather, but a weight that it reads by name is empty",
             "the forward of the engine calls the same method",
             ZERO3,
         ),
@@ -338,16 +342,16 @@ probe = Probe(
             "gathered-loss",
             (partial(gathered_loss, backward_inside=False), partial(gathered_loss, backward_inside=True)),
             raised(r"The size of tensor a \(0\) must match the size of tensor b \(16\)"),
-            "the weight is gathered for the loss, and empty again in the backward",
-            "it is gathered for the loss and the backward",
+            "the weight is gathered for the loss, but empty again in the backward",
+            "the weight is gathered for the loss and the backward",
             ZERO3,
         ),
         pair(
             "initialise",
             (partial(initialise, from_rank_0=False), partial(initialise, from_rank_0=True)),
             symptom(r"twice normal_\(mean=7\), and the mean is -?0\.\d; no error"),
-            "normal_ on the partitioned weight, then gathered without modifier_rank: both are lost",
-            "gathered with modifier_rank=0, whose numbers every rank gets",
+            "normal_ writes to the partitioned weight, then to the gathered one without modifier_rank; both are lost",
+            "normal_ writes to the weight gathered with modifier_rank=0, and all ranks get rank 0's numbers",
             ZERO3,
         ),
     ),
