@@ -1,4 +1,4 @@
-"""A save is cut off in the middle, once over the only checkpoint and once into a file beside it."""
+"""A save is interrupted, once while it overwrites the only checkpoint and once while it writes a file next to it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from kb.probe import (
     unknown,
 )
 
-CUT_AT = 800_000  # bytes; a whole checkpoint has some hundred more
-CUT_EARLY = 30_000  # between 4 and 68 KiB torch.load says something else
+CUT_AT = 800_000  # bytes; a complete checkpoint has about 801,500
+CUT_EARLY = 30_000  # for files between 4 and 68 KiB, torch.load raises a different error
 Save = Callable[[object, str], None]
 
 
@@ -67,10 +67,10 @@ def state_of(step: int) -> Dict[str, Any]:
 
 
 def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = True, at: int = CUT_AT) -> None:
-    """A save in a process of its own, stopped after `at` bytes: by a signal, or by a write that is refused."""
+    """Saves in a separate process, which a signal or a refused write stops after `at` bytes."""
     child = os.fork()
     if child == 0:
-        # A limit on the size of files stands for both: the kernel kills who exceeds it, or refuses the write
+        # With a limit on the size of files, the kernel kills a process that exceeds it, or refuses its write.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL if kills else signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (at, at))
@@ -81,14 +81,12 @@ def save_and_die(ctx: Context, saves: Save, step: int, path: str, kills: bool = 
             os._exit(1)
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    assert os.WIFSIGNALED(status) if kills else status == 256, (
-        "the writer was not interrupted as it should: %d" % status
-    )
+    assert os.WIFSIGNALED(status) if kills else status == 256, "the writer was not interrupted: %d" % status
     ctx.note(files={name: os.path.getsize(name) for name in sorted(os.listdir(".")) if ".p" in name})
 
 
 def save_twice(ctx: Context, *, saves: Save, kills: bool = True, at: int = CUT_AT) -> None:
-    """Step 1 is saved well. The save of step 2 over it is interrupted. Then the job resumes."""
+    """Saves step 1, interrupts the save of step 2 to the same path, and resumes."""
     import torch
 
     path = ctx.path("last.pt")
@@ -99,12 +97,12 @@ def save_twice(ctx: Context, *, saves: Save, kills: bool = True, at: int = CUT_A
         step = torch.load(path)["step"]
     except OSError as error:
         raise Symptom("torch.load of %d bytes: %s" % (os.path.getsize(path), error)) from error
-    assert step == 1  # the last good one is still there
+    assert step == 1  # the last good checkpoint is still there
     ctx.note(one_bit_flipped_in_a_tensor=flip_a_bit(path))
 
 
 def newest(folder: str) -> str:
-    """What trainers resume from: the folder with the highest number."""
+    """The folder with the highest number, from which trainers resume."""
     folders = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint-\d+", name)]
     if not folders:
         raise Symptom("no checkpoint is left to resume from, only %s" % sorted(os.listdir(folder)))
@@ -112,7 +110,7 @@ def newest(folder: str) -> str:
 
 
 def resume_newest(ctx: Context, *, moves_torn: bool, **options: Any) -> None:
-    """The save of the second folder is cut off; the next job takes the highest number, and each one after it."""
+    """Interrupts the save of the second folder, and resumes from the folder with the highest number."""
     import torch
 
     for step in (1, 2):
@@ -126,7 +124,7 @@ def resume_newest(ctx: Context, *, moves_torn: bool, **options: Any) -> None:
 
 
 def make_room(ctx: Context, *, after: bool) -> None:
-    """The old checkpoint is deleted before the new one is saved, or after it."""
+    """Deletes the old checkpoint before or after the save of the new one, which is interrupted."""
     import torch
 
     os.mkdir(ctx.path("checkpoint-1"))
@@ -147,7 +145,7 @@ def make_room(ctx: Context, *, after: bool) -> None:
 
 
 def save_folder(ctx: Context, *, renames: bool) -> None:
-    """Each rank writes a shard; the disk of rank 1 is full. Then both resume from the newest folder."""
+    """Each rank writes a shard, while the disk of rank 1 is full; then both resume from the newest folder."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=2)
@@ -171,7 +169,7 @@ def save_folder(ctx: Context, *, renames: bool) -> None:
         else:
             os.makedirs(folder, exist_ok=True)
             torch.save(state, f"{folder}/{dist.get_rank()}.pt")
-    except RuntimeError as error:  # the write on rank 1, the barrier on rank 0
+    except RuntimeError as error:  # the write fails on rank 1, the barrier on rank 0
         ctx.note(error=str(error)[:200])
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     ctx.meet("saved", timeout_s=15)
@@ -180,13 +178,13 @@ def save_folder(ctx: Context, *, renames: bool) -> None:
 
 
 def save_from_ranks(ctx: Context, *, one_rank: bool) -> None:
-    """Both ranks save into one path, the second while the first is half through; or only rank 0 does."""
+    """Both ranks save to one path, rank 1 in the middle of rank 0's save; or only rank 0 saves."""
     import torch
 
     path = ctx.path("last.pt")
 
     class Halfway(io.FileIO):
-        """A file whose writer is slow: after the first bytes it waits for the other rank."""
+        """A slow file, which waits for the other rank after the first bytes."""
 
         calls = 0
 
@@ -212,7 +210,7 @@ def save_from_ranks(ctx: Context, *, one_rank: bool) -> None:
 
 
 def flip_a_bit(path: str) -> str:
-    """Whether torch.load and the zip checksum notice a tensor in which one bit has changed."""
+    """Flips a bit of a tensor in a file, and says whether torch.load and the zip checksum notice it."""
     import torch
 
     data = bytearray(Path(path).read_bytes())
@@ -226,88 +224,94 @@ def flip_a_bit(path: str) -> str:
 
 
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
-SMALL = (".json", ".txt", ".model")  # beside the weights
+SMALL = (".json", ".txt", ".model")  # files next to the weights
 SECONDS = 0.6
-MOST = 2000  # files of a folder
+MAX_FILES = 2000  # how many files of a folder the check reads
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Are these files complete, do the parts exist that are written last, and does another checkpoint fit?"""
+    """Are these files complete, do the files exist that a save writes last, and does another checkpoint fit?"""
     path: Optional[Path] = params["checkpoint"]
     if path is None:
-        return unknown("no checkpoint was named", advice="--set checkpoint=/path/to/checkpoint-500")
+        return unknown("kb needs a checkpoint", advice="run --set checkpoint=/path/to/checkpoint-500")
     try:
         files = [path] if not path.is_dir() else sorted(item for item in _inside(path) if item.is_file())
         size = sum(file.stat().st_size for file in files)
         disk = os.statvfs(path)
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (path, error.strerror))
+        return unknown("kb cannot read %s: %s" % (path, error.strerror))
     torn, unread, read = _torn(files)
     folders = {file.parent for file in files if file.suffix == ".distcp"}
-    torn += [
-        "%s: shards without .metadata, which is written last" % folder
-        for folder in folders
-        if not _has_metadata(folder)
-    ]
+    without = [folder for folder in folders if not _has_metadata(folder)]
+    torn += ["%s: has shards but no .metadata, which a save writes last" % folder for folder in without]
     torn += _unfinished(files) + _cut_json(files) if path.is_dir() else []
     if torn:
-        return exposed(*torn[:8], advice="resume from the checkpoint before this one, and keep this one for the report")
+        return exposed(*torn[:8], advice="resume from the previous checkpoint, and keep this one for the report")
     missing = _missing(files)
     if missing:
-        return exposed(*missing[:5], advice="not every shard was saved or copied: resume from the one before this one")
+        advice = "a shard was not saved or not copied: resume from the previous checkpoint"
+        return exposed(*missing[:5], advice=advice)
     room = disk.f_bavail * disk.f_frsize
-    message = "%d files of %s read, none is torn; %d MiB" % (read, path, size >> 20)
+    message = "kb read %d files of %s, and none is torn; %d MiB" % (read, path, size >> 20)
     if not disk.f_blocks:
-        return unknown(message, *unread[:4], "the file system does not say how much is free")
-    message += ", and %d MiB are free, without a look at quotas" % (room >> 20)
+        return unknown(message, *unread[:4], "the file system does not report its free space")
+    message += ", and %d MiB are free, apart from quotas" % (room >> 20)
     if room < size:
-        return exposed(message, advice="another one of this size does not fit: make room, or keep fewer")
+        return exposed(message, advice="another checkpoint of this size does not fit: free space, or keep fewer")
     if unread or not (read or folders):
         return unknown(message, *unread[:5])
-    if len(files) >= MOST:
-        return unknown(message, "more files than are looked at: name one folder, or one file, of it")
-    if folders:
-        return unknown(
-            message, "the .distcp shards were not read; .metadata may be of an earlier save into this folder"
-        )
+    limits = _limits(path, files, size, bool(folders))
+    if limits:
+        return unknown(message, *limits)
+    return clear(message, "kb did not compare values; only a checksum finds a changed bit")
+
+
+def _limits(path: Path, files: List[Path], size: int, has_shards: bool) -> List[str]:
+    """Why a checkpoint without a torn file may still be incomplete, or nothing."""
+    if len(files) >= MAX_FILES:
+        return ["kb reads only the first %d files: name one folder or one file of it" % MAX_FILES]
+    if has_shards:
+        return ["kb does not read .distcp shards, and .metadata may be from an earlier save into this folder"]
     if any(re.search(r"rank|rng_state_\d", file.name) for file in files):
-        return unknown(message, "whether every rank's file is there cannot be seen: count them")
+        return ["kb cannot see whether the file of every rank is there: count them"]
     if path.is_dir() and not any(file.name == "trainer_state.json" for file in files):
-        return unknown(message, "whether every file of it is there cannot be seen: compare with an older checkpoint")
+        return ["kb cannot see whether every file is there: compare with an older checkpoint"]
     other = size - sum(file.stat().st_size for file in files if file.suffix in (*WEIGHTS, *SMALL))
     if path.is_dir() and other > size // 10:
-        return unknown(message, "%d MiB in files of other kinds were not read" % (other >> 20))
-    return clear(message, "values were not compared: a changed bit is only found by a checksum")
+        return ["kb did not read %d MiB in files of other kinds" % (other >> 20)]
+    return []
 
 
 def _inside(folder: Path) -> List[Path]:
+    """The files below a folder, about `MAX_FILES` at most; raises OSError."""
+
     def stop(error: OSError) -> None:
         raise error
 
     result: List[Path] = []
-    for place, _, names in os.walk(folder, onerror=stop):
-        result += [Path(place, name) for name in names]
-        if len(result) >= MOST:
+    for subfolder, _, names in os.walk(folder, onerror=stop):
+        result += [Path(subfolder, name) for name in names]
+        if len(result) >= MAX_FILES:
             break
     return result
 
 
 def _unfinished(files: List[Path]) -> List[str]:
-    """Folders in which the Trainer began a checkpoint and did not come to the file that it writes last."""
+    """The folders in which the Trainer began a checkpoint, but did not write its last file."""
     begun = {file.parent for file in files if file.name == "training_args.bin"}
     return [
-        "%s: no trainer_state.json, which the Trainer writes last" % folder
+        "%s: has no trainer_state.json, which the Trainer writes last" % folder
         for folder in sorted(begun)
         if re.fullmatch(r"checkpoint-\d+", folder.resolve().name) and not (folder / "trainer_state.json").exists()
     ]
 
 
 def _cut_json(files: List[Path]) -> List[str]:
-    """JSON files that are empty, zeros, or begin with a bracket and end without it; marks of a save that goes on."""
+    """JSON files that are empty, zeros or lack their closing bracket; also the Trainer's mark of a running save."""
     result: List[str] = []
     for file in files:
         if file.name == "checkpoint-is-incomplete.txt":
-            result.append("%s: the Trainer removes it once its save at SIGTERM is whole" % file)
+            result.append("%s: the Trainer removes this file when its save at SIGTERM is complete" % file)
         if file.suffix != ".json":
             continue
         try:
@@ -319,18 +323,18 @@ def _cut_json(files: List[Path]) -> List[str]:
             continue
         brackets = {b"{": b"}", b"[": b"]"}
         if not first.strip(b"\0") or last[-1:] != brackets.get(first[:1], last[-1:]):
-            result.append("%s: its end is missing, or it is empty" % file)
+            result.append("%s: is empty, or its end is missing" % file)
     return result
 
 
 def _missing(files: List[Path]) -> List[str]:
-    """Shards that an index names and that are not there."""
+    """The shards that an index names but that are missing."""
     result: List[str] = []
     for index in [file for file in files if file.name.endswith(".index.json") and file.stat().st_size < 1 << 24]:
         try:
             named = set(json.loads(index.read_text())["weight_map"].values())
             result += [
-                "%s names %s, which is not there" % (index, name)
+                "%s names %s, which is missing" % (index, name)
                 for name in sorted(named - set(os.listdir(index.parent)))
             ]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -339,7 +343,7 @@ def _missing(files: List[Path]) -> List[str]:
 
 
 def _torn(files: List[Path]) -> Tuple[List[str], List[str], int]:
-    """What is torn, what could not be judged, and how many files were read."""
+    """The torn files, those that kb could not judge, and the number of files that it read."""
     torn: List[str] = []
     unread: List[str] = []
     read = 0
@@ -348,36 +352,36 @@ def _torn(files: List[Path]) -> Tuple[List[str], List[str], int]:
         if file.suffix not in WEIGHTS:
             continue
         if time.monotonic() > end:
-            unread.append("%s and the rest: out of time, name them one by one" % file)
+            unread.append("kb had no time to read %s and the files after it: name them one by one" % file)
             break
         try:
             form = read_checkpoint(file).format
             torn += _holes(file)
             read += 1
             if form == "safetensors" and _ends_in_zeros(file):
-                unread.append("%s ends in zeros: weights that are zero, or a write that was lost" % file)
+                unread.append("%s ends in zeros: these weights are zero, or a write was lost" % file)
         except Unreadable as error:
-            no_checksums = "Bad CRC-32" in str(error)  # torch.save can leave them out, and the file is whole
+            no_checksums = "Bad CRC-32" in str(error)  # torch.save can leave out checksums of a complete file
             (torn if error.is_torn and not no_checksums else unread).append(str(error))
         except (OSError, zipfile.BadZipFile) as error:
-            unread.append("%s cannot be read: %s" % (file, error))
+            unread.append("kb cannot read %s: %s" % (file, error))
     return torn, unread, read
 
 
 def _holes(file: Path) -> List[str]:
-    """The first part of an archive whose own header is gone, while the table of contents is whole."""
+    """The first part of an archive whose header is missing, although the table of contents is complete."""
     if not zipfile.is_zipfile(file):
         return []
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         for part in archive.infolist():
             stream.seek(part.header_offset)
             if stream.read(4) != b"PK\x03\x04":
-                return ["%s: the header of %s is gone, a piece of the file was lost" % (file, part.filename)]
+                return ["%s: the header of %s is missing, so a piece of the file was lost" % (file, part.filename)]
     return []
 
 
 def _ends_in_zeros(file: Path) -> bool:
-    """Whether the last page holds nothing, as after a power cut: this format has no checksum and no end of its own."""
+    """Does the last page contain only zeros, as after a power cut? safetensors has no checksum and no end mark."""
     with file.open("rb") as stream:
         stream.seek(max(0, file.stat().st_size - 4096))
         return not stream.read().strip(b"\0")
@@ -388,8 +392,8 @@ def _has_metadata(folder: Path) -> bool:
 
 
 TORN = raised(r"failed finding central directory")
-BROKEN = "the save that is cut off had already truncated the only checkpoint"
-BESIDE = "the save goes into a file beside it, which is renamed once it is complete"
+BROKEN = "the interrupted save had already truncated the only checkpoint"
+BESIDE = "the save writes a second file, and renames it over the checkpoint when it is complete"
 
 
 def variant(
@@ -415,36 +419,36 @@ disk_full = variant(
     "disk-full",
     partial(save_twice, saves=save_in_place, kills=False),
     partial(save_twice, saves=save, kills=False),
-    BROKEN + "; it fails because a write is refused, as on a full disk",
+    BROKEN + "; it failed because a write was refused, as on a full disk",
     BESIDE,
 )
 other_options = variant(
     "other-options",
     partial(resume_newest, moves_torn=False, map_location="cpu", weights_only=False),
     partial(resume_newest, moves_torn=True, map_location="cpu", weights_only=False),
-    "the torn file is loaded with weights_only=False and map_location",
-    "the checkpoint before it is loaded",
+    "the job loads the torn file with weights_only=False and map_location",
+    "the job loads the previous checkpoint",
 )
 moved = variant(
     "move-away",
     partial(resume_newest, moves_torn=False),
     partial(resume_newest, moves_torn=True),
     "the torn folder has the highest number",
-    "it was renamed, so that the one before it has the highest number",
+    "the torn folder was renamed, so the previous one has the highest number",
 )
 room = variant(
     "delete-after",
     partial(make_room, after=False),
     partial(make_room, after=True),
-    "the old checkpoint is deleted to make room, then the save is cut off",
-    "the old one is deleted once the new one is whole, which it never was",
+    "the job deletes the old checkpoint to free space, and then the save is interrupted",
+    "the job deletes the old checkpoint only after a complete save, so it is still there",
     symptom(r"no checkpoint is left"),
 )
 early = variant(
     "early",
     partial(save_twice, saves=save_in_place, at=CUT_EARLY),
     partial(save_twice, saves=save, at=CUT_EARLY),
-    BROKEN + ", and died within the first 68 KiB",
+    BROKEN + ", and stopped within the first 68 KiB",
     BESIDE,
     symptom(r"torch\.load of 30000 bytes: \[Errno 22\] Invalid argument"),
 )
@@ -452,7 +456,7 @@ two_writers = variant(
     "two-writers",
     partial(save_from_ranks, one_rank=False),
     partial(save_from_ranks, one_rank=True),
-    "rank 1 saves into the path that rank 0 is half through",
+    "rank 1 saves to the same path in the middle of rank 0's save",
     "only rank 0 saves",
     raised(r"PytorchStreamReader failed reading|failed finding central directory"),
     2,
@@ -461,15 +465,15 @@ folder = variant(
     "folder",
     partial(save_folder, renames=False),
     partial(save_folder, renames=True),
-    "rank 0 has saved its shard, rank 1 has not: the folder has the highest number, and one torn file",
-    "the folder gets its name after a barrier, which rank 1 did not reach",
+    "rank 0 saved its shard but rank 1 did not, so the folder with the highest number has a torn file",
+    "the folder gets its final name after a barrier, which rank 1 did not reach",
     TORN,
     2,
 )
 
 probe = Probe(
     check=check,
-    params={"checkpoint": Param("path", "a checkpoint file or its folder; nothing in it is run")},
+    params={"checkpoint": Param("path", "a checkpoint file or its folder; kb runs no code in it")},
     experiments=(
         Experiment(
             name="save",

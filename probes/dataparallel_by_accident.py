@@ -1,4 +1,4 @@
-"""One process drives several GPUs through nn.DataParallel; the model that works in one process per GPU fails in it."""
+"""One process runs a model on several GPUs through nn.DataParallel, and it fails; one process per GPU works."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ FEATURES, BATCH = 4, 8
 
 
 def train(ctx: Context, *, way: str) -> None:
-    """One step of a model whose forward looks at its own parameters, on two devices."""
+    """Makes one step on two devices with a model whose forward reads its own parameters."""
     import torch
 
     dist = ctx.init_process_group(timeout_s=60)
-    model = model_of(ctx)
+    model = build_model(ctx)
     features = torch.arange(BATCH * FEATURES, dtype=torch.float32).reshape(BATCH, FEATURES).to(ctx.device)
     ctx.reached()
     if way == "DataParallel":
-        if ctx.rank == 0:  # this job is one process
+        if ctx.rank == 0:  # DataParallel runs in one process
             with devices(ctx):
                 data_parallel(ctx, model)(features).mean().backward()
             assert torch.equal(model.layer.weight.grad, features.mean(0, keepdim=True))
     else:
-        own = features[ctx.rank * BATCH // 2 : (ctx.rank + 1) * BATCH // 2]  # as a DistributedSampler deals them out
+        shard = features[ctx.rank * BATCH // 2 : (ctx.rank + 1) * BATCH // 2]  # DistributedSampler divides in this way
         ddp = torch.nn.parallel.DistributedDataParallel(model)
-        ddp(own).mean().backward()
+        ddp(shard).mean().backward()
         assert torch.equal(model.layer.weight.grad, features.mean(0, keepdim=True))
     dist.barrier()
 
 
-def model_of(ctx: Context) -> Any:
+def build_model(ctx: Context) -> Any:
+    """A model that has attributes, and whose forward reads its own parameters and counts its calls."""
     import torch
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -70,7 +71,7 @@ def model_of(ctx: Context) -> Any:
 
 
 def data_parallel(ctx: Context, model: Any) -> Any:
-    """torch's wrapper for two devices; without GPUs both are the CPU, and it is told so."""
+    """torch's wrapper for two devices; without GPUs, the probe makes it use the CPU as both."""
     import torch
 
     if ctx.device.type == "cuda":
@@ -85,7 +86,7 @@ def data_parallel(ctx: Context, model: Any) -> Any:
 
 @contextmanager
 def devices(ctx: Context) -> Iterator[None]:
-    """Without GPUs: copies for a device stay on the CPU. The replicas and their threads are torch's own."""
+    """Without GPUs, keeps the copies for each device on the CPU; torch creates the replicas and their threads."""
     import importlib
 
     import torch
@@ -96,8 +97,8 @@ def devices(ctx: Context) -> Iterator[None]:
     replicate = importlib.import_module("torch.nn.parallel.replicate")
     apply = importlib.import_module("torch.nn.parallel.parallel_apply")
 
-    class Part:
-        """A module of torch as parallel_apply sees it, with two devices that are the CPU."""
+    class Patched:
+        """A module of torch in which some functions are replaced."""
 
         def __init__(self, module: Any, **stubs: Any) -> None:
             self.__dict__.update(stubs, module=module)
@@ -109,13 +110,13 @@ def devices(ctx: Context) -> Iterator[None]:
         ("current_stream", "stream", "device", "device_index"), lambda *_: nullcontext()
     )
     calls.update(is_available=lambda: True, current_accelerator=lambda: torch.device("cpu"))
-    accelerator = Part(getattr(torch, "accelerator", None), **calls)  # torch 2.6 and newer
-    cuda = Part(torch.cuda, **calls)
+    accelerator = Patched(getattr(torch, "accelerator", None), **calls)  # torch 2.6 and newer
+    cuda = Patched(torch.cuda, **calls)
 
     def copies(tensors: Any, ids: Any, detach: bool = False) -> List[List[Any]]:
         return [[tensor.detach() if detach else tensor.view_as(tensor) for tensor in tensors] for _ in ids]
 
-    stubs: Dict[str, Any] = {"torch": Part(torch, cuda=cuda, accelerator=accelerator)}
+    stubs: Dict[str, Any] = {"torch": Patched(torch, cuda=cuda, accelerator=accelerator)}
     if hasattr(apply, "_get_available_device_type"):
         stubs["_get_available_device_type"] = lambda: "cuda"
     with ExitStack() as stack:
@@ -125,20 +126,20 @@ def devices(ctx: Context) -> Iterator[None]:
 
 
 def attribute(ctx: Context, *, inner: bool) -> None:
-    """Something of the model is asked for, of the wrapper or of the model in it."""
+    """Reads an attribute of the model from the wrapper, or from the model inside it."""
     import torch
 
-    wrapper: Any = torch.nn.DataParallel(model_of(ctx))
+    wrapper: Any = torch.nn.DataParallel(build_model(ctx))
     ctx.reached()
     config = wrapper.module.config if inner else wrapper.config
     assert config["hidden_size"] == FEATURES
 
 
 def place(ctx: Context, *, device: str) -> None:
-    """The model is on another device than the first of the wrapper; `meta` is the other one."""
+    """Runs the wrapper while the model is on `device`; the first device of the wrapper is the CPU."""
     import torch
 
-    wrapper = data_parallel(ctx, model_of(ctx).to(device))
+    wrapper = data_parallel(ctx, build_model(ctx).to(device))
     ctx.reached()
     with torch.no_grad():
         wrapper.device_ids = [0]
@@ -146,7 +147,7 @@ def place(ctx: Context, *, device: str) -> None:
 
 
 def remember(ctx: Context, *, way: str) -> None:
-    """A model that counts its steps in forward."""
+    """Runs a model that counts its steps in forward."""
     import torch
 
     class Model(torch.nn.Module):  # type: ignore[misc]
@@ -169,12 +170,12 @@ def remember(ctx: Context, *, way: str) -> None:
 
 
 def train_with_trainer(ctx: Context, model: Any, *, visible: int) -> Any:
-    """transformers' Trainer, started without a launcher where so many GPUs are visible."""
+    """Trains with the Trainer of transformers, without a launcher, while `visible` GPUs are visible."""
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # python train.py
+        os.environ.pop(name, None)  # like python train.py, without a launcher
     options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
     arguments = TrainingArguments(ctx.path("out"), per_device_train_batch_size=4, **options)
     assert arguments.device.type == "cpu"  # reading it also counts the GPUs
@@ -186,7 +187,7 @@ def train_with_trainer(ctx: Context, model: Any, *, visible: int) -> Any:
 
 
 def trainer(ctx: Context, *, visible: int) -> None:
-    """Whether the Trainer wraps the model."""
+    """Raises `Symptom` if the Trainer wraps the model in DataParallel."""
     import torch
 
     sizes: List[int] = []
@@ -208,7 +209,7 @@ def trainer(ctx: Context, *, visible: int) -> None:
 
 
 def quantized(ctx: Context, *, visible: int) -> None:
-    """A model that says it is in 8 bits, whose loss is divided by the count of tokens as in transformers."""
+    """Trains a model that claims to have 8-bit weights; like transformers, it divides the loss by the token count."""
     import torch
 
     sizes: List[int] = []
@@ -226,14 +227,14 @@ def quantized(ctx: Context, *, visible: int) -> None:
 
     job, result = train_with_trainer(ctx, Model(), visible=visible)
     assert job.model_wrapped.__class__.__name__ == "Model"
-    loss = round(result.training_loss, 2)  # of every sample it is 1, and the learning rate is small
+    loss = round(result.training_loss, 2)  # the right loss is 1, because the learning rate is small
     if loss > 1.5:
         raise Symptom(f"not wrapped, {sizes[0]} samples a step instead of 4, and a loss of {loss} instead of 1.0")
     assert (sizes[0], loss) == (4, 1.0), (sizes, loss)
 
 
 def dtype(ctx: Context, *, way: str) -> None:
-    """A model of transformers 5 that reads its own dtype in forward."""
+    """Runs a model of transformers 5 that reads its own dtype in forward."""
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -256,7 +257,7 @@ def dtype(ctx: Context, *, way: str) -> None:
 
 
 def scatter(ctx: Context, *, repeated: bool) -> None:
-    """How torch splits a batch for two devices, where the count of tokens is one of the arguments of forward."""
+    """Splits a batch for two devices with torch's code; the token count is one of the arguments of forward."""
     from types import SimpleNamespace
 
     import torch
@@ -264,7 +265,7 @@ def scatter(ctx: Context, *, repeated: bool) -> None:
 
     count = torch.tensor(30).unsqueeze(0)
     if repeated:
-        count = count.expand(2, -1)  # as transformers 4.57 does
+        count = count.expand(2, -1)  # transformers 4.57 does this
     batch = {"input_ids": torch.arange(BATCH), "num_items_in_batch": count}
     copies = SimpleNamespace(apply=lambda devices, _, dim, tensor: tensor.chunk(len(devices), dim))
     ctx.reached()
@@ -276,52 +277,54 @@ def scatter(ctx: Context, *, repeated: bool) -> None:
     assert [part["input_ids"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-# --- the check: does this code wrap a model without a launcher where several GPUs are visible? -------------------
+# --- the check: does this code wrap a model, without a launcher, while several GPUs are visible? ----------------------
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    gpus, how = visible_gpus(params["gpus"])
+    """Compares the number of visible GPUs with what a training script wraps."""
+    gpus, source = visible_gpus(params["gpus"])
     code, found, names_gpus = params["code"], [], False
-    evidence = [f"{gpus} GPUs are visible ({how})" if gpus >= 0 else how]
+    evidence = [f"{gpus} GPUs are visible ({source})" if gpus >= 0 else source]
     if code is not None:
         try:
             text = code.read_text("utf-8")
             found, names_gpus = wrapping(ast.parse(text)), "CUDA_VISIBLE_DEVICES" in text
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            return unknown(*evidence, f"{code} cannot be read: {type(error).__name__}")
+            return unknown(*evidence, f"kb cannot read {code}: {type(error).__name__}")
     if names_gpus and params["gpus"] is None:
-        return unknown(*evidence, f"{code} names CUDA_VISIBLE_DEVICES itself", advice="--set gpus=4, what it sets")
+        advice = "run --set gpus=4 with the number that the script makes visible"
+        return unknown(*evidence, f"{code} itself names CUDA_VISIBLE_DEVICES", advice=advice)
     if gpus in (0, 1):
-        return clear(*evidence, "with fewer than two there is nothing to spread a model over")
+        return clear(*evidence, "DataParallel needs at least two GPUs")
     if code is None:
-        return unknown(*evidence, "no code was given to read", advice="--set code=train.py")
-    explicit = [f"{code}:{line}: {what}" for line, what in found if what == "DataParallel"]
-    implicit = [f"{code}:{line}: {what}" for line, what in found if what != "DataParallel"]
+        return unknown(*evidence, "kb needs your training script", advice="run --set code=train.py")
+    explicit = [f"{code}:{line}: {name}" for line, name in found if name == "DataParallel"]
+    implicit = [f"{code}:{line}: {name}" for line, name in found if name != "DataParallel"]
     if gpus < 0:
-        return unknown(*evidence, *explicit, *implicit, advice="run this on the node of the job, or --set gpus=4")
+        return unknown(*evidence, *explicit, *implicit, advice="run this on the node of the job, or with --set gpus=4")
     if explicit:
-        return exposed(*evidence, *explicit, advice="DistributedDataParallel, and torchrun to start it")
+        return exposed(*evidence, *explicit, advice="use DistributedDataParallel, and start the script with torchrun")
     if implicit and os.environ.get("LOCAL_RANK", "-1").isdecimal():
-        return clear(*evidence, "LOCAL_RANK is set: the Trainer takes one GPU for this process")
-    if implicit:  # RANK alone, as a Kubernetes operator sets it, does not count for the Trainer
-        one = "torchrun --nproc-per-node %d %s, or CUDA_VISIBLE_DEVICES=0" % (gpus, code.name)
-        start = "LOCAL_RANK is not set here: python %s alone would use DataParallel" % code.name
-        return exposed(*evidence, *implicit, start, advice=one)
-    return unknown(*evidence, f"{code} names neither DataParallel nor a Trainer; what it imports was not read")
+        return clear(*evidence, "LOCAL_RANK is set, so the Trainer uses one GPU in this process")
+    if implicit:  # the Trainer ignores RANK alone, which a Kubernetes operator may set
+        advice = "run torchrun --nproc-per-node %d %s, or set CUDA_VISIBLE_DEVICES=0" % (gpus, code.name)
+        why = "LOCAL_RANK is not set here, so python %s alone would use DataParallel" % code.name
+        return exposed(*evidence, *implicit, why, advice=advice)
+    return unknown(*evidence, f"{code} names neither DataParallel nor a Trainer; kb does not read what it imports")
 
 
 def visible_gpus(given: Any) -> Tuple[int, str]:
-    """How many GPUs CUDA would count, or -1 and why that is not known."""
+    """The number of GPUs that CUDA would see and its source, or -1 and why kb does not know it."""
     if given is not None:
         return given, "as given"
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     if variable is not None:
         entries = [entry.strip() for entry in variable.split(",")]
-        entries = entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA counts up to the first bad one
+        entries = entries[: entries.index("-1")] if "-1" in entries else entries  # CUDA stops at the first invalid one
         if entries in ([], [""]):
             return 0, f"CUDA_VISIBLE_DEVICES={variable}"
         if len(set(entries)) < len(entries) or not all(re.fullmatch(r"\d+|GPU-[\w-]+", entry) for entry in entries):
-            return -1, f"CUDA_VISIBLE_DEVICES={variable}: how many GPUs that makes is not known"
+            return -1, f"CUDA_VISIBLE_DEVICES={variable}, and kb cannot tell how many GPUs that makes visible"
         return len(entries), f"CUDA_VISIBLE_DEVICES={variable}"
     try:
         ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=0.8, check=True)
@@ -329,12 +332,12 @@ def visible_gpus(given: Any) -> Tuple[int, str]:
         return -1, "CUDA_VISIBLE_DEVICES is not set, and nvidia-smi does not answer"
     gpus = len(re.findall(r"^GPU \d+:", ran.stdout, re.MULTILINE))
     if not gpus or re.search(r"^\s*MIG ", ran.stdout, re.MULTILINE):
-        return -1, "nvidia-smi -L lists %s" % ("MIG instances, and CUDA does not count each" if gpus else "no GPU")
+        return -1, "nvidia-smi -L lists %s" % ("MIG instances, of which CUDA does not see all" if gpus else "no GPU")
     return gpus, "nvidia-smi -L"
 
 
 def wrapping(tree: ast.AST) -> List[Tuple[int, str]]:
-    """Calls of nn.DataParallel, and of a Trainer of transformers or of a library on it."""
+    """The lines and names of calls of nn.DataParallel, and of a Trainer of transformers or a library built on it."""
     hugging_face = {"transformers", "trl", "sentence_transformers", "setfit"}
     trainers = set()
     for node in ast.walk(tree):
@@ -347,24 +350,27 @@ def wrapping(tree: ast.AST) -> List[Tuple[int, str]]:
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             last = name.split(".")[-1]
-            of_library = last.endswith("Trainer") and name.split(".")[0] in hugging_face
-            if last == "DataParallel" or name in trainers or of_library:
+            from_library = last.endswith("Trainer") and name.split(".")[0] in hugging_face
+            if last == "DataParallel" or name in trainers or from_library:
                 result.append((node.lineno, last))
     return result
 
 
-GPUS = "two GPUs: both devices are the CPU; the wrapper, its replicas and their threads are torch's own"
-DP = "one process, and a replica of the model for each device in every step"
+GPUS = "two GPUs; the CPU is both devices, and torch's own code creates the wrapper, its replicas and their threads"
+DP = "one process creates a replica of the model for each device in every step"
+ONE_MODEL = "the process has one device and uses the model itself"
 REPLICA = raised(r"Caught StopIteration in replica 0 on device 0")
 
 
-def experiment(name: str, fails: Any, works: Any, expect: Expect, because: str, fix: str, **changes: Any) -> Experiment:
+def experiment(
+    name: str, control: Any, treatment: Any, expect: Expect, because: str, fix: str, **changes: Any
+) -> Experiment:
     fidelity = changes.pop("fidelity", "stand-in")
     stands_for = changes.pop("stands_for", GPUS) if fidelity != "cpu" else ""
     return Experiment(
         name=name,
-        control=Arm(fails, expect, because=because, fidelity=fidelity, stands_for=stands_for),
-        treatment=Arm(works, completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
+        control=Arm(control, expect, because=because, fidelity=fidelity, stands_for=stands_for),
+        treatment=Arm(treatment, completed(), because=fix, fidelity=fidelity, stands_for=stands_for),
         **{"world_size": 1, "deadline_s": 60, "expected_s": (1.0, 1.0), **changes},
     )
 
@@ -374,8 +380,8 @@ launched = experiment(
     partial(train, way="DataParallel"),
     partial(train, way="DistributedDataParallel"),
     REPLICA,
-    because=DP + "; parameters() of a replica is empty",
-    fix="a process for each device, and each has a model of its own",
+    because=DP + ", and parameters() of a replica is empty",
+    fix="each device has its own process with its own model",
     world_size=2,
 )
 
@@ -383,7 +389,7 @@ probe = Probe(
     check=check,
     params={
         "code": Param("path", "your training script"),
-        "gpus": Param("int", "GPUs that the job sees (default: from the environment)"),
+        "gpus": Param("int", "number of GPUs that the job sees; default: from the environment"),
     },
     experiments=(launched.on_gpus(expected_s=(12, 12)), launched),
     variants=(
@@ -392,8 +398,8 @@ probe = Probe(
             partial(attribute, inner=False),
             partial(attribute, inner=True),
             raised(r"'DataParallel' object has no attribute 'config'"),
-            because="the wrapper has none of the model's attributes",
-            fix="the model in the wrapper has them",
+            because="the script reads config from the wrapper, which has none of the model's attributes",
+            fix="the script reads config from the model in the wrapper",
             fidelity="cpu",
         ),
         experiment(
@@ -402,33 +408,33 @@ probe = Probe(
             partial(place, device="cpu"),
             raised(r"module must have its parameters and buffers on device cpu \(device_ids\[0\]\) but found one"),
             because="the model is not on the first device of the wrapper",
-            fix="the model is on that device",
+            fix="the model is on the first device of the wrapper",
         ),
         experiment(
             "lost-writes",
             partial(remember, way="DataParallel"),
             partial(remember, way="one device"),
             symptom(r"after 3 steps the counter of the model is 0: forward wrote it in replicas"),
-            because=DP + ", which is thrown away with what forward wrote into it",
-            fix="one model, as in a process of its own",
+            because=DP + ", and discards it with everything that forward wrote into it",
+            fix=ONE_MODEL,
         ),
         experiment(
             "dropped",
             partial(scatter, repeated=False),
             partial(scatter, repeated=True),
             symptom(r"1 of 2 devices gets samples, 4 of 8"),
-            because="the count of tokens has one element, which two devices cannot share",
-            fix="the element is repeated for each device",
-            stands_for="two GPUs: the parts stay on the CPU; how many there are is decided by torch's own code",
+            because="the token count has one element, which torch cannot split for two devices",
+            fix="the token count is repeated for each device",
+            stands_for="two GPUs; the parts stay on the CPU, but torch's own code splits the batch",
         ),
         experiment(
             "trainer",
             partial(trainer, visible=2),
             partial(trainer, visible=1),
             symptom(r"the Trainer wrapped the model in DataParallel, and a step has 8 samples instead of 4"),
-            because="two GPUs are visible, and no launcher has started this process",
-            fix="one GPU is visible",
-            stands_for="the number of visible GPUs",
+            because="two GPUs are visible, and no launcher started this process",
+            fix="only one GPU is visible",
+            stands_for="the visible GPUs; the probe sets their number in the arguments of the Trainer",
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=4.40", "accelerate": ""}),
             expected_s=(6.0, 6.0),
         ),
@@ -437,9 +443,9 @@ probe = Probe(
             partial(quantized, visible=2),
             partial(quantized, visible=1),
             symptom(r"not wrapped, 8 samples a step instead of 4, and a loss of 2\.0 instead of 1\.0"),
-            because="the model stays on one GPU, and the Trainer counts two for the batch and for the loss",
-            fix="one GPU is visible",
-            stands_for="the number of visible GPUs, and the weights in 8 bits",
+            because="the model stays on one GPU, but the Trainer assumes two for the batch and the loss",
+            fix="only one GPU is visible",
+            stands_for="visible GPUs and 8-bit weights; the probe sets the number of GPUs and a flag of the model",
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=5.0", "accelerate": ""}),
             expected_s=(6.0, 6.0),
         ),
@@ -448,8 +454,8 @@ probe = Probe(
             partial(dtype, way="DataParallel"),
             partial(dtype, way="one device"),
             REPLICA,
-            because="dtype of a model of transformers 5 is that of the first of its parameters, and a replica has none",
-            fix="one model, as in a process of its own",
+            because="transformers 5 takes the dtype of a model from its first parameter, and a replica has none",
+            fix=ONE_MODEL,
             needs=Needs(packages={"torch": ">=2.1", "transformers": ">=5.0"}),
             expected_s=(6.0, 6.0),
         ),

@@ -1,4 +1,4 @@
-"""Weights, gradients and Adam's state of a model do not fit on a rank: whole under DDP, a part of them under FSDP."""
+"""Weights, gradients and Adam's state exceed a card under DDP, which keeps them all on each rank; FSDP divides them."""
 
 from __future__ import annotations
 
@@ -33,21 +33,23 @@ from kb.probe import (
 
 MIB, GIB = 1 << 20, 1 << 30
 WIDTH = 2048  # a float32 layer has 4 Mi parameters, 16 MiB
-CPU_ROOM = 240 * MIB  # for four layers: DDP keeps 20 bytes a parameter, 320 MiB; FSDP2 half of 16, and a layer or two
-ADAPTER_ROOM = 176 * MIB  # in full 16 bytes, 256 MiB; the frozen weights 4, 64 MiB
-LOAD_ROOM = 168 * MIB  # for twelve layers, 192 MiB: the half of a rank and a layer or two
-LAYERS, NARROW, BUDGET = 8, 1024, 12  # of a model whose bytes are counted; and bytes a parameter that a rank may have
+# For four layers, DDP keeps 20 bytes per parameter, 320 MiB; FSDP2 keeps half of 16, and one or two whole layers.
+CPU_ROOM = 240 * MIB
+ADAPTER_ROOM = 176 * MIB  # training four layers takes 16 bytes per parameter, 256 MiB; frozen weights take 4, 64 MiB
+LOAD_ROOM = 168 * MIB  # twelve layers take 192 MiB; a rank needs half of that, and one or two whole layers
+LAYERS, NARROW, BUDGET = 8, 1024, 12  # size of the model whose bytes are counted, and bytes per parameter of a rank
 FLOATS = ("bfloat16", "float16", "float32")
 
 
 def build(layers: int, width: int = WIDTH) -> Any:
+    """A model of linear layers of `width` x `width`."""
     from torch import nn
 
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
 def sharded(layers: int, device: Any, width: int = WIDTH, **options: Any) -> Any:
-    """Each layer is a unit of its own, made on no device and then allocated as the part of this rank."""
+    """Builds a model under FSDP2 on the meta device, each layer a unit, and allocates only the part of this rank."""
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -63,13 +65,14 @@ def sharded(layers: int, device: Any, width: int = WIDTH, **options: Any) -> Any
 
 
 def read_tensor(name: str) -> Any:
-    """From a checkpoint, one tensor at a time."""
+    """Stands for a checkpoint from which one tensor at a time is read."""
     import torch
 
     return torch.full((WIDTH, WIDTH), 1.0 + int(name.split(".")[0]))
 
 
 def fill(model: Any, device: Any) -> None:
+    """Copies the checkpoint into the model, and into the part of this rank if the model is sharded."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -82,7 +85,7 @@ def fill(model: Any, device: Any) -> None:
 
 
 def step(model: Any, optimizer: Any, device: Any, autocast: bool = False) -> None:
-    """The smallest batch there is: one row."""
+    """Makes one step with a batch of one row."""
     import torch
 
     weight = next(iter(model.parameters()))
@@ -93,7 +96,7 @@ def step(model: Any, optimizer: Any, device: Any, autocast: bool = False) -> Non
 
 
 def train(ctx: Context, *, shards: bool) -> None:
-    """One step with AdamW: all states on each rank, or a part."""
+    """Makes one step with AdamW, with all states on each rank or with a part of them."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -109,11 +112,11 @@ def train(ctx: Context, *, shards: bool) -> None:
         torch.nn.init.constant_(parameter, 1 / WIDTH)
     before = next(iter(model.parameters())).detach().sum().item()
     step(model, torch.optim.AdamW(model.parameters()), ctx.device)
-    assert next(iter(model.parameters())).detach().sum().item() != before, "the step moved nothing"
+    assert next(iter(model.parameters())).detach().sum().item() != before, "the step changed no weight"
 
 
 def adapt(ctx: Context, *, adapter: bool) -> None:
-    """One step of all weights, or of an adapter of rank 8 beside each frozen layer."""
+    """Makes one step of all weights, or of an adapter of rank 8 next to each frozen layer."""
     import torch
     from torch import nn
 
@@ -121,10 +124,10 @@ def adapt(ctx: Context, *, adapter: bool) -> None:
         def __init__(self, base: Any) -> None:
             super().__init__()
             self.base = base.requires_grad_(False)
-            self.into, self.out_of = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+            self.lora_a, self.lora_b = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
 
         def forward(self, x: Any) -> Any:
-            return self.base(x) + self.out_of(self.into(x))
+            return self.base(x) + self.lora_b(self.lora_a(x))
 
     on_gpu = ctx.device.type == "cuda"
     if not on_gpu:
@@ -142,7 +145,7 @@ def adapt(ctx: Context, *, adapter: bool) -> None:
 
 
 def load(ctx: Context, *, whole_first: bool) -> None:
-    """A model that is to be sharded: made whole on the device and then divided, or allocated as parts and filled."""
+    """Loads a sharded model: builds it whole and then divides it, or allocates the part of each rank and fills it."""
     import torch
     from torch.distributed.fsdp import fully_shard
 
@@ -161,13 +164,14 @@ def load(ctx: Context, *, whole_first: bool) -> None:
 
 
 def resident() -> int:
+    """The resident memory of this process, in bytes."""
     gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def count(ctx: Context, *, shards: bool) -> None:
-    """Bytes a parameter that a rank holds after a step with AdamW, by method: whole on each rank, or in parts."""
+    """Measures the bytes per parameter on a rank after a step with AdamW, for methods with whole or divided states."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -179,16 +183,16 @@ def count(ctx: Context, *, shards: bool) -> None:
 
     ctx.init_process_group(timeout_s=30)
     torch.set_num_threads(1)
-    limit_address_space(4 * GIB)  # none here; but so freed blocks go back to the system
-    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))["parts"]
+    limit_address_space(4 * GIB)  # the limit itself is not reached, but with it freed blocks go back to the system
+    single = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))["parts"]
     fsdp = partial(sharded, LAYERS, torch.device("cpu"), NARROW)
-    parts: Dict[str, Callable[[], Any]] = {
-        "fsdp of 1": partial(fsdp, mesh=alone),
+    divided: Dict[str, Callable[[], Any]] = {
+        "fsdp of 1": partial(fsdp, mesh=single),
         "fsdp of 2": fsdp,
         "fsdp of 2, bf16 policy": partial(fsdp, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     }
     whole: Dict[str, Callable[[], Any]] = {
-        "ddp of 1": partial(ddp, process_group=alone.get_group()),
+        "ddp of 1": partial(ddp, process_group=single.get_group()),
         "ddp of 2": ddp,
         "ddp, gradient_as_bucket_view": partial(ddp, gradient_as_bucket_view=True),
         "ddp, bf16 autocast": ddp,
@@ -197,10 +201,10 @@ def count(ctx: Context, *, shards: bool) -> None:
     }
     ctx.reached()
     measured: Dict[str, float] = {}
-    made = parts if shards else whole
-    for name in [list(made)[-1], *made]:  # what is loaded once is loaded in the first round
+    methods = divided if shards else whole
+    for name in [list(methods)[-1], *methods]:  # the first round loads what torch loads only once
         before = resident()
-        model = made[name]()
+        model = methods[name]()
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, 1 / NARROW)
         if name.startswith("Zero"):
@@ -218,7 +222,7 @@ def count(ctx: Context, *, shards: bool) -> None:
 
 
 def partition(ctx: Context, *, stage: int) -> None:
-    """DeepSpeed, bf16, AdamW: bytes a parameter of the weights that a rank holds after a step."""
+    """Measures the bytes per parameter of the weights on a rank after a step with DeepSpeed, bf16 and AdamW."""
     import torch
 
     deepspeed = import_deepspeed()
@@ -244,51 +248,54 @@ def partition(ctx: Context, *, stage: int) -> None:
 
 # --- the check: do the states of this model fit on one of these GPUs? ------------------------------------------------
 
-# Bytes a parameter on each of N ranks, with Adam: (whole, divided by N) at least, and the same at most.
+# Bytes per parameter on each of N ranks, with Adam: (whole, divided by N) at least, and the same at most.
 STATES: Dict[str, Tuple[Tuple[float, float], Tuple[float, float]]] = {
-    # all weights trained, except the last
-    "ddp-fp32": ((16, 0), (24, 0)),  # autocast or not
+    # all methods but the last train all weights
+    "ddp-fp32": ((16, 0), (24, 0)),  # with or without autocast
     "ddp-bf16": ((8, 0), (14, 0)),  # weights, gradients and moments in bf16
     "zero1": ((2, 12), (8, 18)),
     "zero2": ((2, 12), (8, 18)),
-    "zero3": ((0, 14), (8, 18)),  # at most: no layer is a unit of its own, and the whole model is gathered
-    "fsdp": ((0, 8), (8, 20)),  # at least: all in bf16
+    "zero3": ((0, 14), (8, 18)),  # at most: the layers are not units, so the whole model is gathered
+    "fsdp": ((0, 8), (8, 20)),  # at least: everything in bf16
     "ddp-lora": ((2, 0), (4, 0)),  # the frozen weights, in 16 or 32 bits
 }
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
-ADVICE = "--set model=config.json (or model.safetensors.index.json, or --set params=8, in billions)"
+ADVICE = "run --set model=config.json (or model.safetensors.index.json, or --set params=8, in billions)"
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Add up weights, gradients and the state of Adam for one model; all else comes on top."""
+    """Do weights, gradients and the state of Adam of one model fit on a GPU?"""
     method, gpus = str(params["method"]).lower(), params["gpus"]
     if method not in STATES:
-        return unknown("the method was not given", advice="--set method= one of " + ", ".join(STATES))
+        advice = "run --set method=zero2, or another one of %s" % ", ".join(STATES)
+        return unknown("kb needs the method that distributes the model", advice=advice)
     if gpus is None and method.startswith(("zero", "fsdp")):
-        return unknown("the number of GPUs that share the states was not given", advice="--set gpus=8")
-    number, source = params["params"], "as given"
-    if number is None:
-        number, source = parameters_of(params["model"]) if params["model"] else (None, "the model was not given")
-    if number is None or not 0 < number < 1e5 or not 0 < (gpus or 1) < 1e6:
-        return unknown(source if number is None else "params, in billions, and gpus are above zero", advice=ADVICE)
-    largest, free, seen = gpu_memory(params["gpu_memory"])
-    least, most = (number * 1e9 * (whole + part / (gpus or 1)) / GIB for whole, part in STATES[method])
-    text = "%.2f billion parameters (%s), %s: %.1f to %.1f GiB a GPU, AdamW in 32 bits, no offload"
-    message = text % (number, source, method + (" on %d" % gpus if gpus else ""), least, most)
+        return unknown("kb needs the number of GPUs that share the states", advice="run --set gpus=8")
+    billions, source = params["params"], "as given"
+    if billions is None:
+        billions, source = parameters_of(params["model"]) if params["model"] else (None, "kb needs the model")
+    if billions is None or not 0 < billions < 1e5 or not 0 < (gpus or 1) < 1e6:
+        why = source if billions is None else "params (in billions) and gpus must be above zero"
+        return unknown(why, advice=ADVICE)
+    largest, free, memory_source = gpu_memory(params["gpu_memory"])
+    least, most = (billions * 1e9 * (whole + part / (gpus or 1)) / GIB for whole, part in STATES[method])
+    text = "%.2f billion parameters (%s), %s: %.1f to %.1f GiB per GPU, AdamW in 32 bits, no offload"
+    message = text % (billions, source, method + (" on %d" % gpus if gpus else ""), least, most)
     if largest is None or free is None:
-        return unknown(message, seen, advice="--set gpu_memory=79.1, GiB of one GPU")
-    has = "a GPU has %.1f GiB, and of one %.1f are free (%s)" % (largest, free, seen)
+        return unknown(message, memory_source, advice="run --set gpu_memory=79.1 (GiB of one GPU)")
+    memory = "the largest GPU has %.1f GiB, and the fullest one has %.1f GiB free (%s)" % (largest, free, memory_source)
     if least > largest:
-        return exposed(message, has, advice="ZeRO-3 or FSDP over more GPUs, an adapter, offload, a smaller model")
+        advice = "use ZeRO-3 or FSDP over more GPUs, an adapter, offload, or a smaller model"
+        return exposed(message, memory, advice=advice)
     if least > free:
-        return unknown(message, has, "it would fit on an empty card: gpu-held-by-other-process")
-    if most > 0.6 * free or "MIG" in seen or method == "ddp-lora":
-        return unknown(message, has, "what activations and whatever else is on the card need is not known here")
-    return clear(message, has, "for one model; activations, a reference model or an engine come on top")
+        return unknown(message, memory, "the states would fit on an empty card: see gpu-held-by-other-process")
+    if most > 0.6 * free or "MIG" in memory_source or method == "ddp-lora":
+        return unknown(message, memory, "kb does not know how much memory activations and other programs need")
+    return clear(message, memory, "this counts one model, without activations, a reference model or an engine")
 
 
 def parameters_of(path: Path) -> Tuple[Optional[float], str]:
-    """Billions of parameters by a config.json, an index of safetensors or a single file, or None and why not."""
+    """Billions of parameters from a config.json, a safetensors index or a single file; or None and the reason."""
     if path.suffix == ".safetensors":
         try:
             tensors = read_checkpoint(path).tensors
@@ -302,7 +309,7 @@ def parameters_of(path: Path) -> Tuple[Optional[float], str]:
         if "weight_map" in values:
             return float(values["metadata"]["total_parameters"]) / 1e9, path.name
         if values["model_type"] not in DENSE or "quantization_config" in values:
-            return None, "the parameters of a %s cannot be counted here" % values["model_type"]
+            return None, "kb cannot count the parameters of a %s" % values["model_type"]
         hidden, heads = values["hidden_size"], values["num_attention_heads"]
         per_head = values.get("head_dim") or hidden // heads
         attention = 2 * hidden * per_head * (heads + values.get("num_key_value_heads", heads))
@@ -314,7 +321,7 @@ def parameters_of(path: Path) -> Tuple[Optional[float], str]:
 
 
 def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], Optional[float], str]:
-    """GiB of the largest GPU that nvidia-smi lists, the least that is free on one, and the source."""
+    """GiB of the largest GPU that nvidia-smi lists, the smallest free memory of any GPU, and the source."""
     if given is not None:
         return (given, given, "as given") if 0 < given < 1e6 else (None, None, "no card has %s GiB" % given)
     query = ["nvidia-smi", "--query-gpu=memory.total,memory.free,mig.mode.current", "--format=csv,noheader,nounits"]
@@ -324,10 +331,10 @@ def gpu_memory(given: Optional[float]) -> Tuple[Optional[float], Optional[float]
         source = "with MIG, which divides it" if any("Enabled" in gpu[2] for gpu in gpus) else "nvidia-smi"
         return max(int(gpu[0]) for gpu in gpus) / 1024, min(int(gpu[1]) for gpu in gpus) / 1024, source
     except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
-        return None, None, "nvidia-smi does not tell the memory of the GPUs: %s" % type(error).__name__
+        return None, None, "nvidia-smi does not report the memory of the GPUs: %s" % type(error).__name__
 
 
-FSDP2 = {"torch": ">=2.7"}  # earlier fully_shard does not run on the CPU
+FSDP2 = {"torch": ">=2.7"}  # in older releases, fully_shard does not run on the CPU
 
 
 def experiment(
@@ -340,7 +347,7 @@ def experiment(
     expect: Optional[Expect] = None,
     expected_s: Tuple[float, float] = (1.0, 1.5),
 ) -> Experiment:
-    """Without `expect` the arms are short of memory, by a limit; with it they count."""
+    """An experiment under a memory limit; with `expect`, one that measures memory instead."""
     fidelity, stands_for = ("cpu", "") if expect else ("stand-in", LIMITED_ADDRESS_SPACE)
     return Experiment(
         name=name,
@@ -357,13 +364,16 @@ rlimit = experiment(
     "rlimit",
     partial(train, shards=False),
     partial(train, shards=True),
-    ("DDP: each rank has all weights, gradients, their buckets and Adam's moments", "FSDP2: each rank has half"),
+    (
+        "under DDP, each rank has all weights, gradients, their buckets and Adam's moments",
+        "under FSDP2, each rank has half of the weights, gradients and moments",
+    ),
 )
 adapter = experiment(
     "adapter",
     partial(adapt, adapter=False),
     partial(adapt, adapter=True),
-    ("all weights are trained", "the weights are frozen, an adapter of rank 8 is trained"),
+    ("the job trains all weights", "the job freezes the weights and trains an adapter of rank 8"),
     packages={"torch": ">=2.1"},
     world_size=1,
     expected_s=(0.3, 0.3),
@@ -375,8 +385,8 @@ probe = Probe(
         "model": Param("path", "config.json, model.safetensors.index.json or one safetensors file"),
         "params": Param("float", "parameters of the model, in billions"),
         "method": Param("str", "one of " + ", ".join(STATES), ""),
-        "gpus": Param("int", "GPUs over which ZeRO or FSDP divides"),
-        "gpu_memory": Param("float", "GiB of one GPU; asked of nvidia-smi when not given"),
+        "gpus": Param("int", "number of GPUs over which ZeRO or FSDP divides the states"),
+        "gpu_memory": Param("float", "GiB of one GPU; default: what nvidia-smi says"),
     },
     experiments=(
         rlimit.on_gpus(2, expect=GPU_OOM, gpu_memory_mib=1024),
@@ -389,13 +399,19 @@ probe = Probe(
             "whole-first",
             partial(load, whole_first=True),
             partial(load, whole_first=False),
-            ("each rank makes the whole model, to divide it then", "each rank allocates its part and fills it"),
+            (
+                "each rank builds the whole model before it divides it",
+                "each rank allocates only its part and fills it",
+            ),
         ),
         experiment(
             "bytes",
             partial(count, shards=False),
             partial(count, shards=True),
-            ("six ways that keep a copy of the weights on each rank, counted", "FSDP2 on one rank and on two, counted"),
+            (
+                "the probe measures six methods that keep a copy of the weights on each rank",
+                "the probe measures FSDP2, on one rank and on two",
+            ),
             expect=symptom(
                 r'"Zero\w+ of 2": 1[567]\.\d, "ddp of 1": (19|20)\.\d, "ddp of 2": (19|20)\.\d, '
                 r'"ddp, gradient_as_bucket_view": (15|16)\.\d, "ddp, bf16 autocast": (19|2[01])\.\d, '
@@ -408,10 +424,10 @@ probe = Probe(
             partial(partition, stage=2),
             partial(partition, stage=3),
             (
-                "ZeRO-2: each rank builds all weights and keeps them",
-                "ZeRO-3 with zero.Init: each rank has half of them",
+                "under ZeRO-2, each rank builds all weights and keeps them",
+                "under ZeRO-3 with zero.Init, each rank has half of the weights",
             ),
-            packages={"torch": ">=2.1", "deepspeed": ">=0.16.2"},  # older ones run numactl on a CPU
+            packages={"torch": ">=2.1", "deepspeed": ">=0.16.2"},  # on a CPU, older releases run numactl
             expect=symptom(r"stage 2: weights of 2\.0 bytes a parameter on each of 2 ranks"),
             expected_s=(9.0, 9.0),
         ),

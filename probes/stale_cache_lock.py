@@ -1,4 +1,4 @@
-"""The first build of a C++ extension is killed halfway; the next start finds its lock file and waits forever."""
+"""Something kills the first build of a C++ extension; the next start finds its lock file and waits forever."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from kb.probe import (
     unknown,
 )
 
-LONGEST_BUILD_S = 3600  # older than any build: then an owner on another host is not the explanation
+LONGEST_BUILD_S = 3600  # no build takes longer, so an older lock has no owner on another host
 LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs"}
-FLOCK_SINCE = (2, 14)  # torch locks with flock from here on; a left-over file means nothing to it
+FLOCK_SINCE = (2, 14)  # from here on torch locks with flock, and a leftover file does not stop it
 
 
 class Builds:
-    """Builds of one extension, below the folder that TORCH_EXTENSIONS_DIR names. The compiler is left out.
+    """Builds of one extension below TORCH_EXTENSIONS_DIR, without the compiler.
 
-    The lock is taken before the compiler runs and released after it.
+    torch takes the lock before it runs the compiler and releases it afterwards.
     """
 
     def __init__(self, ctx: Context) -> None:
         try:
             from torch.utils import cpp_extension
         except ImportError as error:
-            raise Unavailable("extensions cannot be built here: %s" % error) from error
+            raise Unavailable("torch cannot build extensions here: %s" % error) from error
         self.extensions = cpp_extension
         self.path = ctx.path
         self.source = Path(ctx.path("fused_adam.cpp"))
@@ -53,10 +53,12 @@ class Builds:
         self.use("shared")
 
     def use(self, name: str) -> None:
+        """Makes torch build below this folder from now on."""
         os.environ["TORCH_EXTENSIONS_DIR"] = self.path(name)
         self.folder = Path(self.path(name), "fused_adam")
 
     def load(self) -> str:
+        """Builds the extension if its lock is free, and returns the path of the result."""
         import unittest.mock
 
         with unittest.mock.patch.object(self.extensions, "_write_ninja_file_and_build_library", self.build):
@@ -64,18 +66,19 @@ class Builds:
             return str(self.extensions.load(name="fused_adam", sources=str(self.source), **options))
 
     def build(self, **_: object) -> None:
+        """Replaces the compiler; in a forked process, it dies while it holds the lock."""
         import signal
 
         if os.getpid() != self.starter:
             import filelock
 
-            hub = filelock.FileLock(self.path("hub.lock"))  # as huggingface_hub and datasets lock
+            hub = filelock.FileLock(self.path("hub.lock"))  # huggingface_hub and datasets lock in this way
             hub.acquire()
             os.kill(os.getpid(), signal.SIGKILL)
         (self.folder / "fused_adam").touch()
 
     def kill_one(self, ctx: Context, *, on_host: str = "") -> None:
-        """A first start, which is killed while it builds."""
+        """Forks a first start, which is killed while it builds."""
         import signal
         import socket
 
@@ -96,12 +99,13 @@ class Builds:
 
 
 def start(ctx: Context, *, lock_removed: bool = False, own_folder: bool = False) -> None:
+    """Starts again after a build was killed."""
     builds = Builds(ctx)
     builds.kill_one(ctx)
     ctx.reached()
     lock = builds.folder / "lock"
     if lock_removed and lock.exists():
-        assert not _holders([lock])[lock], "somebody builds: the lock is not stale"
+        assert not _holders([lock])[lock], "a build is running, so the lock is not stale"
         lock.unlink()
     if own_folder:
         builds.use("own")
@@ -109,7 +113,7 @@ def start(ctx: Context, *, lock_removed: bool = False, own_folder: bool = False)
 
 
 def load_as_before(builds: Builds) -> None:
-    """How torch up to 2.13 takes the lock of a build."""
+    """Takes the lock of a build as torch up to 2.13 does."""
     from torch.utils.file_baton import FileBaton
 
     baton = FileBaton(str(builds.folder / "lock"))
@@ -120,7 +124,7 @@ def load_as_before(builds: Builds) -> None:
 
 
 def start_newer(ctx: Context, *, flock: bool) -> None:
-    """The left-over of a killed build, met by the old code and by that of torch 2.14."""
+    """Starts again after a build was killed, with the code of torch 2.14 or with the old code."""
     builds = Builds(ctx)
     builds.kill_one(ctx)
     ctx.reached()
@@ -131,7 +135,7 @@ def start_newer(ctx: Context, *, flock: bool) -> None:
 
 
 def start_elsewhere(ctx: Context, *, has_flock: bool) -> None:
-    """A build is killed on another host that shares the folder, on a file system with flock or without."""
+    """Starts again after a build was killed on another host, on a file system with flock or without."""
     import fcntl
 
     import filelock
@@ -146,7 +150,7 @@ def start_elsewhere(ctx: Context, *, has_flock: bool) -> None:
         with filelock.FileLock(ctx.path("other.lock")):
             pass
     except NotImplementedError as error:
-        raise Unavailable("filelock before 3.24 has no fall-back") from error
+        raise Unavailable("filelock before 3.24 has no fallback") from error
     builds.kill_one(ctx, on_host="gpu-03")
     ctx.note(lock_says=(builds.folder / "lock").read_text().split()[:2])
     ctx.reached()
@@ -154,7 +158,7 @@ def start_elsewhere(ctx: Context, *, has_flock: bool) -> None:
 
 
 def share_cache(ctx: Context, *, own_folder: bool) -> None:
-    """Torch 2.14 or newer builds well; an older one comes after it."""
+    """Builds with torch 2.14 or newer, and then starts an older torch."""
     builds = Builds(ctx)
     builds.load()
     ctx.note(left_behind=sorted(path.name for path in builds.folder.iterdir()))
@@ -166,13 +170,13 @@ def share_cache(ctx: Context, *, own_folder: bool) -> None:
 
 
 def download(ctx: Context, *, has_flock: bool) -> None:
-    """A download on another host is killed; the next one asks for the same lock, of the one kind or the other."""
+    """Takes the lock of a download that was killed on another host; the lock is an flock or the existence of a file."""
     import signal
     import socket
 
     import filelock
 
-    kind = filelock.FileLock if has_flock else filelock.SoftFileLock  # what huggingface_hub falls back to
+    kind = filelock.FileLock if has_flock else filelock.SoftFileLock  # huggingface_hub falls back to SoftFileLock
     killed = os.fork()
     if killed == 0:
         socket.gethostname = lambda: "gpu-03"
@@ -186,52 +190,53 @@ def download(ctx: Context, *, has_flock: bool) -> None:
 
 
 def check(params: Mapping[str, Any]) -> Finding:
-    """Lock files of extension builds that no living process holds open."""
+    """Looks for lock files of extension builds that no running process has open."""
     root = params["cache"] or extensions_root()
-    elsewhere = "if the job builds elsewhere: --set cache=THAT_FOLDER"
+    elsewhere = "if the job builds in another folder, run --set cache=THAT_FOLDER"
     if not root.is_dir():
         return unknown("there is no folder %s" % root, advice=elsewhere)
     try:
         locks = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")})
     except OSError as error:
-        return unknown("%s cannot be read: %s" % (root, error.strerror), advice=elsewhere)
+        return unknown("kb cannot read %s: %s" % (root, error.strerror), advice=elsewhere)
     hidden = [folder for folder in folders(root) if not os.access(str(folder), os.R_OK | os.X_OK)]
     if hidden and not locks:
-        return unknown("%s cannot be read" % ", ".join(map(str, hidden)), advice="run this as its owner")
+        return unknown("kb cannot read %s" % ", ".join(map(str, hidden)), advice="run this as its owner")
     if not locks:
-        return clear("no lock file below %s; %s" % (root, elsewhere))
+        other = "if the job builds in another folder, run kb verify stale-cache-lock --set cache=THAT_FOLDER"
+        return clear("there is no lock file below %s; %s" % (root, other))
     holders = _holders(locks)
     message = [_describe(lock, holders[lock]) for lock in locks]
     stale = [lock for lock in locks if not holders[lock]]
     if not stale:
-        return clear(*message, "every lock has a living owner: a build is under way")
+        return clear(*message, "a running process holds every lock, so a build is in progress")
     installed = release("torch")[:2]
     if installed >= FLOCK_SINCE:
         fails = [reason for lock in stale for reason in [_flock_fails(lock)] if reason]
         if fails:
-            return unknown(
-                *message, *fails, advice="without flock the file is the lock: remove it when its process is gone"
-            )
-        since = "torch %d.%d, as installed here, locks with flock: a left-over file does not stop it," % installed
-        return clear(*message, since + " but it stops an older torch")
+            advice = "without flock, the file is the lock: remove it when its process has ended"
+            return unknown(*message, *fails, advice=advice)
+        since = "the installed torch %d.%d locks with flock, so a leftover file does not stop it," % installed
+        return clear(*message, since + " but stops an older torch")
     doubt = [doubt for lock in stale for doubt in _doubts(lock)]
     if doubt:
-        return unknown(*message, *sorted(set(doubt)), advice="look for a running build there before removing anything")
+        advice = "look for a running build there before you remove anything"
+        return unknown(*message, *sorted(set(doubt)), advice=advice)
     return exposed(
         *message,
-        "no process that can be seen from here has %s open" % ("it" if len(stale) == 1 else "them"),
-        advice="when no job builds there: rm %s" % " ".join(str(lock) for lock in stale),
+        "no process that kb can see has %s open" % ("it" if len(stale) == 1 else "them"),
+        advice="when no job builds there, run rm %s" % " ".join(str(lock) for lock in stale),
     )
 
 
 def extensions_root() -> Path:
-    """Where torch.utils.cpp_extension builds, by the caller's variables."""
+    """The folder in which torch.utils.cpp_extension builds, according to the caller's variables."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
 
 
 def folders(root: Path) -> list[Path]:
-    """Where locks may be: the folder of builds, those of Python and CUDA below it, and those of extensions."""
+    """The folders that may contain a lock: those of builds, of Python and CUDA versions, and of extensions."""
     try:
         return [path for path in (root, *root.glob("*"), *root.glob("*/*")) if path.is_dir()]
     except OSError:
@@ -239,7 +244,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def _describe(lock: Path, pids: list[int]) -> str:
-    owner = "held open by process %s" % ", ".join(map(str, pids)) if pids else "nobody has it open"
+    owner = "held open by process %s" % ", ".join(map(str, pids)) if pids else "no process has it open"
     return "%s: %.1f minutes old, %s" % (lock, _age_s(lock) / 60, owner)
 
 
@@ -251,64 +256,64 @@ def _age_s(path: Path) -> float:
 
 
 def _holders(files: list[Path]) -> dict[Path, list[int]]:
-    """For each file the processes that have it open, as far as their descriptors can be read."""
+    """The processes that have each file open, as far as this user may read their descriptors."""
     file_of = {os.path.realpath(file): file for file in files}
     result: dict[Path, list[int]] = {file: [] for file in files}
     for descriptors in Path("/proc").glob("[0-9]*/fd"):
         try:
             targets = {os.readlink(entry.path) for entry in os.scandir(descriptors)}
         except OSError:
-            continue  # ended, or somebody else's
+            continue  # the process ended, or belongs to another user
         for target in targets & file_of.keys():
             result[file_of[target]].append(int(descriptors.parent.name))
     return result
 
 
 def _flock_fails(lock: Path) -> str:
-    """Ask for the lock, shared and without waiting; one that somebody holds is one that works."""
+    """Why flock does not work for this file, or ""; it works if the lock is granted, or if another process holds it."""
     import fcntl
 
     try:
         with open(lock, "rb") as file:
-            said = file.read(200).decode(errors="replace").split()[:2]
+            owner = file.read(200).decode(errors="replace").split()[:2]
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return ""
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-            return "%s cannot be examined: %s" % (lock, error.strerror)
-        owner = ", left by process %s of %s" % (said[0], said[1]) if len(said) == 2 else ""
-        return "%s: the file system has no flock%s" % (lock, owner)
+            return "kb cannot examine %s: %s" % (lock, error.strerror)
+        left = ", and process %s of %s left the file" % (owner[0], owner[1]) if len(owner) == 2 else ""
+        return "%s: the file system has no flock%s" % (lock, left)
     return ""
 
 
 def _doubts(lock: Path) -> list[str]:
-    """Why a lock without a visible owner may still have one."""
+    """The reasons why a lock without a visible owner may still have one."""
     doubts = []
     try:
         if os.geteuid() not in (0, lock.stat().st_uid):
-            doubts.append("it belongs to another user, whose processes cannot be examined")
+            doubts.append("the lock belongs to another user, whose processes kb cannot examine")
     except OSError:
-        doubts.append("it has just gone")
+        doubts.append("the lock has just been removed")
     kind = mount_of(str(lock)).kind or "an unknown file system"
     if kind not in LOCAL and _age_s(lock) < LONGEST_BUILD_S:
-        doubts.append("it lies on %s, where the owner may be on another host" % kind)
+        doubts.append("the lock is on %s, so its owner may be on another host" % kind)
     elif _in_container() and _age_s(lock) < LONGEST_BUILD_S:
-        doubts.append("processes outside this container cannot be seen")
+        doubts.append("kb cannot see processes outside this container")
     return doubts
 
 
 def _in_container() -> bool:
     try:
-        return os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC  # of the host, the same in every kernel
+        return os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC  # the host's namespace, in every kernel
     except OSError:
         return True
 
 
 WAITS = hung(r"file_baton\.py\", line \d+ in wait\b")
-LEFT = "the lock of the killed build is still there, and its existence is all that counts"
-OLDER = "torch before 2.14, whose class for the lock this torch still has"
-UNTIL = Needs(packages={"torch": ">=2.1,<2.14"})  # from 2.14 on it is an flock, see FLOCK_SINCE
+LEFT = "the killed build left its lock file, and the next start waits as long as the file exists"
+OLDER = "torch before 2.14; the probe uses its lock class, which newer releases still have"
+UNTIL = Needs(packages={"torch": ">=2.1,<2.14"})  # newer releases use flock, see FLOCK_SINCE
 SINCE = Needs(packages={"torch": ">=2.14"})
 
 
@@ -336,14 +341,14 @@ def experiment(
 
 probe = Probe(
     check=check,
-    params={"cache": Param("path", "the folder of extension builds (default ~/.cache/torch_extensions)")},
+    params={"cache": Param("path", "folder of the extension builds; default: ~/.cache/torch_extensions")},
     experiments=(
         experiment(
             "lock",
             start,
             partial(start, lock_removed=True),
             LEFT,
-            "the one file is removed once no process has it open; the next start builds",
+            "no process has the lock file open, so it is removed, and the next start builds",
             UNTIL,
         ),
     ),
@@ -353,7 +358,7 @@ probe = Probe(
             start,
             partial(start, own_folder=True),
             LEFT,
-            "the next start has a folder of its own, by TORCH_EXTENSIONS_DIR",
+            "TORCH_EXTENSIONS_DIR gives the next start its own folder",
             UNTIL,
         ),
         experiment(
@@ -361,7 +366,7 @@ probe = Probe(
             partial(start_newer, flock=False),
             partial(start_newer, flock=True),
             LEFT,
-            "the lock is an flock, which ended with the process that held it",
+            "torch 2.14 locks with flock, which ended with the killed process",
             SINCE,
             stands_for=OLDER,
         ),
@@ -369,8 +374,8 @@ probe = Probe(
             "no-flock",
             partial(start_elsewhere, has_flock=False),
             partial(start_elsewhere, has_flock=True),
-            "flock fails with ENOSYS; the lock is a file that names a process of another host",
-            "the file system has flock, which ended with its process",
+            "flock fails with ENOSYS, so the lock is a file, and it names a process of another host",
+            "the file system has flock, which ended with the killed process",
             SINCE,
             hung(r"_poll_until_acquired\b[\s\S]*torch/utils/_filelock\.py"),
         ),
@@ -378,8 +383,8 @@ probe = Probe(
             "shared-cache",
             partial(share_cache, own_folder=False),
             partial(share_cache, own_folder=True),
-            "torch 2.14 or newer has built and left its file; an older torch takes it for a lock",
-            "the older torch has a folder of its own, by TORCH_EXTENSIONS_DIR",
+            "torch 2.14 or newer left its file after a good build, and an older torch takes it for a lock",
+            "TORCH_EXTENSIONS_DIR gives the older torch its own folder",
             SINCE,
             stands_for=OLDER,
         ),
@@ -387,8 +392,8 @@ probe = Probe(
             "soft-lock",
             partial(download, has_flock=False),
             partial(download, has_flock=True),
-            "a lock whose file is all that counts, left by a process of another host",
-            "the lock is an flock, as huggingface_hub takes it on a disk that has it",
+            "the lock is the existence of a file, and a killed process on another host left the file",
+            "the lock is an flock, which huggingface_hub uses if the file system has it",
             Needs(),  # torch requires filelock
             raised(r"[Tt]he file lock .\S+. could not be acquired"),
         ),
