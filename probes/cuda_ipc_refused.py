@@ -247,8 +247,12 @@ def check(_: Mapping[str, Any]) -> Finding:
     evidence = f"{call}: {os.strerror(number)}"
     if number == errno.ENOSYS:
         return exposed(evidence, "the kernel or the sandbox has no such call", advice=ALLOCATOR)
-    if scope:
-        return exposed(evidence, f"kernel.yama.ptrace_scope is {scope}", advice=f"{ALLOCATOR}, or see Fix 3")
+    if number != errno.EPERM:
+        return unknown(evidence, "this is not a refusal", advice="run it again")
+    if scope == 1 and not transfer(tracer=True)[0]:
+        return exposed(evidence, "but not if the sender declares a tracer: Yama", advice=f"{ALLOCATOR}, or see Fix 3")
+    if scope > 1:
+        return exposed(evidence, f"kernel.yama.ptrace_scope is {scope}", advice=ALLOCATOR)
     return exposed(evidence, advice=f"{ALLOCATOR}, or start the container with --cap-add=SYS_PTRACE")
 
 
