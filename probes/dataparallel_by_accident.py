@@ -283,12 +283,13 @@ def scatter(ctx: Context, *, repeated: bool) -> None:
 def check(params: Mapping[str, Any]) -> Finding:
     """Compares the number of visible GPUs with what a training script wraps."""
     gpus, source = visible_gpus(params["gpus"])
-    code, found, names_gpus = params["code"], [], False
+    code, found, names_gpus, elsewhere = params["code"], [], False, ""
     evidence = [f"{gpus} GPUs are visible ({source})" if gpus >= 0 else source]
     if code is not None:
         try:
             text = code.read_text("utf-8")
             found, names_gpus = wrapping(ast.parse(text)), "CUDA_VISIBLE_DEVICES" in text
+            elsewhere = next((word for word in ("device_map", "deepspeed") if word in text), "")
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             return unknown(*evidence, f"kb cannot read {code}: {type(error).__name__}")
     if names_gpus and params["gpus"] is None:
@@ -306,6 +307,9 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, *explicit, advice="use DistributedDataParallel, and start the script with torchrun")
     if implicit and os.environ.get("LOCAL_RANK", "-1").isdecimal():
         return clear(*evidence, "LOCAL_RANK is set, so the Trainer uses one GPU in this process")
+    if implicit and elsewhere:
+        why = f"the script names {elsewhere}, with which the Trainer may not use DataParallel"
+        return unknown(*evidence, *implicit, why, advice="print(trainer.args.n_gpu, trainer.args.parallel_mode)")
     if implicit:  # the Trainer ignores RANK alone, which a Kubernetes operator may set
         advice = "run torchrun --nproc-per-node %d %s, or set CUDA_VISIBLE_DEVICES=0" % (gpus, code.name)
         why = "LOCAL_RANK is not set here, so python %s alone would use DataParallel" % code.name
