@@ -125,6 +125,43 @@ def wrapped(model: Any, wrapper: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
+def many(ctx: Context, *, limit: int) -> None:
+    """Twelve blocks with DropPath, each compiled by itself: the probability makes a version of the code for each."""
+    import torch
+    import torch._dynamo
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Block(torch.nn.Linear):  # type: ignore[misc]
+        def __init__(self, drop: float) -> None:
+            super().__init__(8, 8)
+            self.keep = 1.0 - drop
+
+        def forward(self, x: Any) -> Any:
+            return x + super().forward(x) * x.new_empty((len(x), 1)).bernoulli_(self.keep) / self.keep
+
+    ctx.init_process_group(timeout_s=30)
+    ran: List[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            ran.append(graph)
+            return graph.forward(*arguments)
+
+        return run
+
+    torch._dynamo.config.optimize_ddp = False  # before the first forward
+    torch._dynamo.config.cache_size_limit = limit  # the older name of recompile_limit
+    blocks = torch.nn.Sequential(*(Block(0.02 * number) for number in range(12)))
+    for block in blocks:
+        block.compile(backend=backend)
+    model = DistributedDataParallel(blocks)
+    ctx.reached()
+    model(torch.ones(4, 8)).square().mean().backward()
+    torch._dynamo.reset()
+    if len(ran) < 12:
+        raise Symptom("only %d of 12 blocks ran compiled" % len(ran))
+
+
 def overlap(ctx: Context, *, where: str) -> None:
     """optimize_ddp=False: does an all-reduce start before the last part of the backward?"""
     import torch
@@ -207,6 +244,15 @@ probe = Probe(
             mb=(0.5, 1),
         ),
         pair("higher-order", partial(ddp, form="recompute"), HIGHER, ON, OFF, optimize=(True, False), torch="<2.6"),
+        pair(
+            "many-blocks",
+            many,
+            symptom(r"only \d+ of 12 blocks ran compiled"),
+            "twelve blocks differ in their probability, and eight versions are allowed",
+            "sixteen versions are allowed",
+            limit=(8, 16),
+            torch=">=2.9",
+        ),
         pair(
             "overlap",
             overlap,
