@@ -140,6 +140,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         stale = [name for name in os.listdir("/dev/shm") if name.startswith("torch_")]
     except OSError as error:
         return unknown(f"kb cannot read /dev/shm: {error}")
+    if not size:
+        return unknown("/dev/shm reports a size of 0, as a tmpfs without a limit does: memory is then the limit")
     evidence = [f"/dev/shm has {size >> 20} MiB, of which {free >> 20} MiB are free"]
     if stale:
         evidence.append(f"it contains {len(stale)} files torch_*, which running jobs use or killed jobs left behind")
