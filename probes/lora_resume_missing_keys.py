@@ -220,6 +220,41 @@ def resume_adapter(ctx: Context, *, from_pretrained: bool) -> None:
     train(resumed, adamw(resumed))
 
 
+def resume_pissa(ctx: Context, *, from_file: bool, seeded: bool) -> None:
+    """PiSSA moves a part of each base weight into the adapter, here found with random numbers.
+
+    Loads the trained weights into a new model, whose start is `seeded` like the first one, or else with PEFT
+    (`from_file`) from its file.
+    """
+    import peft
+    import torch
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
+
+    config = peft.LoraConfig(r=RANK, target_modules=["0", "1"], init_lora_weights="pissa_niter_1")
+
+    def start(seed: int) -> Any:
+        model = base()
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, config)
+
+    model = start(1)
+    train(model, adamw(model))
+    ctx.reached()
+    if seeded or not from_file:
+        resumed = start(1 if seeded else 2)
+        load_checked(resumed, trained_part(model))
+    else:
+        model.save_pretrained(ctx.path("adapter"))
+        resumed = peft.PeftModel.from_pretrained(base(), ctx.path("adapter"), is_trainable=True)
+    inputs = torch.eye(WIDTH)
+    apart = (resumed(inputs) - model(inputs)).abs().max().item()
+    if apart > 1e-4:
+        raise Symptom(f"the resumed model differs from the saved one by {apart:.2g}")
+
+
 MISSING = raised(r"Error\(s\) in loading state_dict for \w+:\s+Missing key\(s\) in state_dict: ")
 STRICT = "the load is strict, and the checkpoint has no frozen weights"
 SAME_AS_WHOLE = "and the run ends with the weights of one that was never interrupted"
@@ -247,6 +282,20 @@ def with_deepspeed(name: str, stage: int) -> Experiment:
         needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.14"}),
         deadline_s=90,
         expected_s=(20, 20),
+    )
+
+
+def with_pissa(name: str, *, from_file: bool) -> Experiment:
+    how = "PEFT loads its file and starts from other random numbers" if from_file else "the start has another seed"
+    return experiment(
+        name,
+        partial(resume_pissa, from_file=from_file),
+        "seeded",
+        (f"{how}, so the base weights differ", "the start has the seed of the first run, and so the same base weights"),
+        expect=symptom(r"the resumed model differs from the saved one by \d"),
+        needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.10"}),
+        deadline_s=60,
+        expected_s=(8, 8),
     )
 
 
@@ -287,5 +336,7 @@ probe = Probe(
             deadline_s=60,
             expected_s=(8, 8),
         ),
+        with_pissa("pissa", from_file=False),
+        with_pissa("pissa-file", from_file=True),
     ),
 )
