@@ -153,6 +153,28 @@ def start_save(ctx: Context, *, makes: Callable[[str], None], disks: int = 1, is
         assert "rng_state_%d.pt" % ctx.rank in os.listdir(folder)
 
 
+def save_shards(ctx: Context, *, disks: int) -> None:
+    """Saves and loads a sharded checkpoint, on one disk or one disk each."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist = ctx.init_process_group(timeout_s=15)
+    folder = ctx.path("disk-%d" % (ctx.rank % disks)) + "/checkpoint-5"
+    weight = distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+    ctx.reached()
+    dcp.save({"weight": weight}, checkpoint_id=folder)
+    state = {"weight": torch.zeros_like(weight)}
+    found = [False, False]
+    dist.all_gather_object(found, os.path.exists(folder + "/.metadata"))
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        raise Symptom("%d of 2 ranks find the .metadata of the sharded checkpoint" % sum(found)) from error
+    assert state["weight"].full_tensor().tolist() == list(range(8))
+
+
 def rotate(ctx: Context, *, by_rank_0: bool) -> None:
     """Deletes the old checkpoint."""
     dist = ctx.init_process_group(timeout_s=15)
@@ -419,6 +441,16 @@ probe = Probe(
             "rank 0 creates the folder and all wait, but rank 1 has a disk of its own",
             "two nodes, each with its own disk",
             disks=2,
+        ),
+        pair(
+            "sharded-local-disks",
+            partial(save_shards, disks=2),
+            partial(save_shards, disks=1),
+            symptom("1 of 2 ranks find the .metadata of the sharded checkpoint"),
+            "each rank saves its shard to its own disk",
+            "both ranks save to one disk",
+            "two nodes, each with its own disk",
+            torch=">=2.5",
         ),
         start_of_save(
             "stale",
