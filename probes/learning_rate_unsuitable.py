@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Optional, Tuple
 from kb.probe import Arm, Context, Experiment, Probe, Symptom, completed, symptom
 
 SAMPLES, INPUTS, CLASSES, WIDTH, BATCH, STEPS = 256, 16, 4, 64, 32, 100
-LARGE, GOOD, SMALL = 1.0, 1e-2, 1e-5
+LARGE, GOOD, SMALL = 1.0, 1e-2, 1e-4
 LEARNED = 0.3  # the loss is 1.4 before training, ln(4)
 
 
@@ -73,12 +73,14 @@ def judge(ctx: Context, loss: float, what: str) -> None:
 
 
 def train(ctx: Context, *, rate: float, sweeps: bool, clip: Optional[float] = None) -> None:
-    """Trains with this rate, or with the best of three around it (`sweeps`)."""
+    """Trains with this rate, or with the best of five around it (`sweeps`)."""
     ctx.reached()
     if sweeps:
-        losses = {each: short_run(each) for each in (rate / 100, rate, rate * 100)}
-        best = min(losses, key=losses.__getitem__)
-        print(f"short runs: rate {best:g} ends at loss {losses[best]:.2f}, rate {rate:g} at {losses[rate]:.2f}")  # noqa: T201
+        rates = (rate / 100, rate / 10, rate, rate * 10, rate * 100)
+        before, losses = short_run(0), {each: short_run(each) for each in rates}
+        best = min((each for each in rates if losses[each] < 0.9 * before), key=losses.__getitem__, default=rate)
+        if not losses[rate] < 1.1 * losses[best]:
+            print(f"short runs: rate {best:g} ends at loss {losses[best]:.2f}, rate {rate:g} at {losses[rate]:.2f}")  # noqa: T201
         rate = best
     judge(ctx, short_run(rate, clip=clip), f"with the rate {rate:g}")
 
@@ -115,6 +117,43 @@ def with_lora(model: Any, rank: int = 2) -> Any:
     return torch.nn.Sequential(*[Adapted(each) if isinstance(each, torch.nn.Linear) else each for each in model])
 
 
+def train_resumed(ctx: Context, *, scaled: bool) -> None:
+    """Goes back to a checkpoint of the warm-up, with a hundredth of the rate."""
+    import torch
+
+    factor = GOOD / LARGE
+    inputs, labels = samples()
+
+    def create(rate: float) -> Tuple[Any, Any, Any]:
+        model = classifier()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
+
+    def continue_with(model: Any, optimizer: Any, scheduler: Any, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(inputs), labels).backward()
+            optimizer.step()
+            scheduler.step()
+
+    first = create(LARGE)
+    continue_with(*first, steps=2)
+    checkpoint = [copy.deepcopy(each.state_dict()) for each in first]
+    ctx.reached()
+    model, optimizer, scheduler = create(LARGE * factor)
+    for each, state in zip((model, optimizer, scheduler), checkpoint):
+        each.load_state_dict(state)
+    if scaled:
+        for group in optimizer.param_groups:
+            group["lr"] *= factor
+        scheduler.base_lrs = [each * factor for each in scheduler.base_lrs]
+    continue_with(model, optimizer, scheduler, steps=STEPS)
+    ctx.note(rate=optimizer.param_groups[0]["lr"])
+    with torch.no_grad():
+        loss = float(torch.nn.functional.cross_entropy(model(inputs), labels))
+    judge(ctx, loss, "from the checkpoint")
+
+
 def train_with_outlier(ctx: Context, *, clipped: bool) -> None:
     """One batch has a huge gradient, after which AdamW takes tiny steps for long. `clipped` limits the gradient."""
     ctx.reached()
@@ -123,7 +162,7 @@ def train_with_outlier(ctx: Context, *, clipped: bool) -> None:
 
 
 NOT_LEARNED = symptom(r"the loss is \d+\.\d\d after training")
-SWEEP = "three short runs find a rate with which it learns"
+SWEEP = "five short runs find a rate with which it learns"
 
 
 def experiment(name: str, control: Callable[..., None], treatment: Callable[..., None], *because: str) -> Experiment:
@@ -138,7 +177,7 @@ def experiment(name: str, control: Callable[..., None], treatment: Callable[...,
 
 
 def against(name: str, rate: float, because: str, **control: Any) -> Experiment:
-    """A rate that does not suit, against the best of three around it."""
+    """A rate that does not suit, against the best of five around it."""
     return experiment(
         name, partial(train, rate=rate, sweeps=False, **control), partial(train, rate=rate, sweeps=True), because, SWEEP
     )
@@ -147,7 +186,7 @@ def against(name: str, rate: float, because: str, **control: Any) -> Experiment:
 probe = Probe(
     experiments=(against("large", LARGE, "the rate is 1, so each step overshoots"),),
     variants=(
-        against("small", SMALL * 10, "the rate is 0.0001, so the weights hardly move in 100 steps"),
+        against("small", SMALL, "the rate is 0.0001, so the weights hardly move in 100 steps"),
         against("clip", LARGE, "clipping does not help: AdamW divides by the size of the gradient anyway", clip=1.0),
         experiment(
             "lora",
@@ -155,6 +194,13 @@ probe = Probe(
             partial(train_lora, raised=True),
             "the adapter is trained with the rate that suits all weights",
             "the adapter is trained with ten times that rate",
+        ),
+        experiment(
+            "resume",
+            partial(train_resumed, scaled=False),
+            partial(train_resumed, scaled=True),
+            "load_state_dict brings the old rate back, though the new optimizer was created with a hundredth of it",
+            "the rates of optimizer and scheduler are lowered after loading",
         ),
         experiment(
             "outlier",
