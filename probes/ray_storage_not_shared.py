@@ -5,6 +5,7 @@ The worker node is a process with its own mounts. A tmpfs over the storage path 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import traceback
 from functools import partial
@@ -83,6 +84,33 @@ def report_with_ray(ctx: Context, *, shared: bool, created: bool = False) -> Non
     assert saved.read_bytes() == b"weights"
 
 
+def start_second_job(ctx: Context, *, own_name: bool) -> None:
+    """Two jobs save to the same storage. The second has the `name` of the first, or a name of its own."""
+    from ray.train import Checkpoint, CheckpointConfig
+    from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import (  # type: ignore[import-not-found]
+        CheckpointManager,
+    )
+    from ray.train.v2._internal.execution.storage import StorageContext
+    from ray.train.v2._internal.execution.training_report import _TrainingReport  # type: ignore[import-not-found]
+
+    def start(name: str) -> Tuple[Any, Any]:
+        storage = StorageContext(storage_path=ctx.path("results"), experiment_dir_name=name)
+        return storage, CheckpointManager(CheckpointConfig(), storage)
+
+    async def save() -> None:
+        storage, manager = start("run")
+        checkpoint = storage.persist_current_checkpoint(Checkpoint(ctx.path("checkpoint")), "checkpoint_000000")
+        manager.register_checkpoint(_TrainingReport(checkpoint=checkpoint, metrics={}, validation=False))
+
+    os.makedirs(ctx.path("checkpoint"))
+    os.makedirs(ctx.path("results"))
+    asyncio.run(save())
+    ctx.reached()
+    found = start("other" if own_name else "run")[1].latest_checkpoint_result
+    if found:
+        raise Symptom(f"a new job starts from {os.path.basename(found.checkpoint.path)} of another with the same name")
+
+
 REFUSED = symptom(r"RuntimeError: Unable to set up cluster storage")
 LOCAL = "the storage path is on a disk of each node, so the worker node has no marker"
 CREATED = "somebody has created the folder on the worker node, which still has no marker"
@@ -117,5 +145,22 @@ probe = Probe(
     variants=(
         experiment("ray", report_with_ray, **WITH_RAY),
         experiment("folder-created", report_with_ray, created=True, **WITH_RAY),
+        Experiment(
+            name="name-reused",
+            control=Arm(
+                partial(start_second_job, own_name=False),
+                expect=symptom(r"a new job starts from \w+ of another with the same name"),
+                because="the second job has the name of the first, and Ray takes it for a resume",
+                fidelity="cpu",
+            ),
+            treatment=Arm(
+                partial(start_second_job, own_name=True),
+                expect=completed(),
+                because="the second job has another name",
+                fidelity="cpu",
+            ),
+            world_size=1,
+            **WITH_RAY,
+        ),
     ),
 )
