@@ -136,6 +136,29 @@ def shard(ctx: Context, *, filled: bool) -> None:
     assert torch.isfinite(output).all() and output.abs().sum() > 0
 
 
+def send(ctx: Context, *, emptied: bool) -> None:
+    """Rank 0 sends a checkpoint in bfloat16 to a float32 model on meta, which has memory before that or not."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist = ctx.init_process_group(timeout_s=10)
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2, bias=False)
+    fully_shard(model, mesh=init_device_mesh(ctx.device.type, (ctx.world_size,)))
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    state = {"weight": weight} if dist.get_rank() == 0 else {}
+    ctx.reached()
+    if emptied:
+        model.to_empty(device=ctx.device)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, state, options=options)
+    assert model.weight.full_tensor().tolist() == weight.tolist()
+    if model.weight.dtype != torch.float32:
+        raise Symptom("the model of torch.float32 trains in %s" % model.weight.dtype)
+
+
 def offload(ctx: Context, *, all_in_memory: bool) -> None:
     """A device map puts one layer on disk, or all layers in memory; then the job copies the weights."""
     from accelerate import dispatch_model  # type: ignore[import-not-found,unused-ignore]
@@ -248,6 +271,16 @@ sharded = pair(
     packages={"torch": ">=2.7"},
     world_size=2,
 )
+sent = pair(
+    send,
+    "sent",
+    "emptied",
+    "the parameters are on meta, so the tensors of the checkpoint replace them",
+    "to_empty gives them memory of their dtype, and the tensors are copied into it",
+    expect=symptom(r"the model of torch\.float32 trains in torch\.bfloat16"),
+    packages={"torch": ">=2.7"},
+    world_size=2,
+)
 assigned = pair(
     load,
     "assign",
@@ -314,5 +347,5 @@ own_init = pair(
 )
 probe = Probe(
     experiments=(sharded.on_gpus(), moved.on_gpus(1, name="one-gpu"), moved),
-    variants=(sharded, assigned, values, buffer, tied, offloaded, threads, own_class, own_init),
+    variants=(sharded, sent, assigned, values, buffer, tied, offloaded, threads, own_class, own_init),
 )
