@@ -53,6 +53,25 @@ GUARDED = """
 GUARDED_EXIT = """
 %s || { echo "training failed"; exit 1; }
 """
+NEGATED = """
+if ! %s; then
+    exit $?
+fi
+"""
+FUNCTION = """
+train() {
+    %s
+    echo "training finished"
+}
+train || exit 1
+"""
+FUNCTION_ALONE = """
+train() {
+    %s
+    echo "training finished"
+}
+train
+"""
 START = """
 pids=()
 for node in 0 1 2; do
@@ -233,6 +252,10 @@ variants = (
     script("cleanup", CLEANUP, STRICT + TRAP, "the last command is rm", "the script stops, and a trap cleans up"),
     script("inner", STRICT + INNER, STRICT + INNER_STRICT, "a new shell has no pipefail", "it is set there too"),
     script("guarded", STRICT + GUARDED, STRICT + GUARDED_EXIT, "|| handles the failure", "it ends the script"),
+    script("negated", STRICT + NEGATED, STRICT + GUARDED_EXIT, "$? is the status of !", "exit 1 is explicit"),
+    script(
+        "function", STRICT + FUNCTION, STRICT + FUNCTION_ALONE, "|| turns -e off inside train", "train stands alone"
+    ),
     script("wait", STRICT + WAIT, STRICT + WAIT_EACH, "wait returns 0", "each process is waited for"),
     script("wait-list", STRICT + WAIT_LIST, STRICT + WAIT_EACH, "the status of the last one counts", "each one counts"),
     script(
