@@ -279,7 +279,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         return unknown(why, advice=ADVICE)
     largest, free, memory_source = gpu_memory(params["gpu_memory"])
     least, most = (billions * 1e9 * (whole + part / (gpus or 1)) / GIB for whole, part in STATES[method])
-    text = "%.2f billion parameters (%s), %s: %.1f to %.1f GiB per GPU, AdamW in 32 bits, no offload"
+    text = "%.2f billion parameters (%s), %s: %.1f to %.1f GiB per GPU, AdamW in 32 bits, no offload, not quantized"
     message = text % (billions, source, method + (" on %d" % gpus if gpus else ""), least, most)
     if largest is None or free is None:
         return unknown(message, memory_source, advice="run --set gpu_memory=79.1 (GiB of one GPU)")
