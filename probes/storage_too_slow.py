@@ -204,8 +204,22 @@ def _noted(batches: Iterator[List[int]], seen: List[int]) -> Iterator[List[int]]
 
 # --- the check: the file system of the dataset, and some reads -----------------------------------------------------
 
-REMOTE = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "v9fs", "virtiofs", "glusterfs")
-REMOTE += ("afs", "wekafs")
+REMOTE = (
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "smb3",
+    "9p",
+    "v9fs",
+    "virtiofs",
+    "glusterfs",
+    "afs",
+    "wekafs",
+)
 READS, READ_S, PIECE = 100, 0.6, 1 << 17  # limits: number of reads, their total time, bytes per read
 PER_READ_S = 0.005  # a reader with slower reads gets fewer than 200 samples per second
 SHARDS = 1 << 24  # a file of this many bytes holds many samples, so the time of its first bytes says little
