@@ -32,7 +32,7 @@ def is_released() -> bool:
 
 def sleeping() -> None:
     while not is_released():
-        time.sleep(0.1)
+        time.sleep(1)  # so that a stack is hardly ever taken in between
 
 
 def spinning() -> None:
