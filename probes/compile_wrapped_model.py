@@ -226,7 +226,9 @@ META = raised(r"AttributeError: 'float' object has no attribute 'meta'")
 HIGHER = raised(r"NotImplementedError: DDPOptimizer backend: Found a higher order op in the graph")
 FIRST = raised(r"AssertionError: First bucket should be smaller/equal to other buckets")
 LOGGER = raised(r"Dynamo does not know how to trace method `set_runtime_stats_and_log` of class `Logger`")
-SKIPPED = raised(r"torch\._dynamo\.exc\.Unsupported: Attempted to call function marked as skipped")
+SKIPPED = raised(  # the second is the text of torch 2.14 and newer
+    r"torch\._dynamo\.exc\.Unsupported: (Attempted to call function marked as skipped|Call to `torch\._dynamo\.disable\(\)`)"
+)
 LATE = symptom(r"all \d+ all-reduces start after the whole backward")
 OFF, ON = "optimize_ddp is False", "DDPOptimizer splits the graphs at DDP's buckets"
 NUMBER = partial(ddp, form="scaled")
