@@ -1,4 +1,5 @@
 """Linux namespaces for the jobs of probes: another /dev/shm, or several nodes on one host, joined by a virtual cable.
+A job may also give up privileges of root, which a container does not have.
 
 Runs in the reader's training interpreter: standard library and Python 3.9 only. A change affects this process and the
 children that it forks afterwards. After `own_user`, an ordinary user may do all of it if the machine lets users create
@@ -15,7 +16,7 @@ import signal
 import socket
 import struct
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional  # works on Python 3.9
 
@@ -25,6 +26,7 @@ NEW_MOUNTS, NEW_UTS, NEW_USER, NEW_NET = 0x00020000, 0x04000000, 0x10000000, 0x4
 BIND, RECURSIVE, PRIVATE = 0x1000, 0x4000, 0x40000  # from mount(2)
 SET_FLAGS, SET_ADDRESS, SET_NETMASK = 0x8914, 0x8916, 0x891C  # from netdevice(7)
 UP_AND_RUNNING = 0x41
+DROP_FROM_BOUNDING_SET, CAPABILITY_VERSION = 24, 0x20080522  # from prctl(2) and capget(2)
 NEW_LINK, CREATE_AND_ACKNOWLEDGE = 16, 0x605  # from rtnetlink(7): RTM_NEWLINK, and fail if the link exists
 LINK_NAME, LINK_INFO, LINK_NET_OF_PID = 3, 18, 19  # attributes of a link
 INFO_KIND, INFO_DATA, VETH_PEER = 1, 2, 1  # attributes within LINK_INFO
@@ -47,6 +49,20 @@ def own_user() -> None:
             return
         for name, line in (("setgroups", "deny"), ("uid_map", "0 %d 1" % uid), ("gid_map", "0 %d 1" % gid)):
             Path("/proc/self", name).write_text(line)
+
+
+def drop_capabilities(*capabilities: int) -> None:
+    """Give up capabilities below 32, by number, so that neither this process nor what it starts has them again."""
+    mask = sum(1 << capability for capability in capabilities)
+    for capability in capabilities:
+        with suppress(OSError):  # an ordinary user has none to lose
+            _call("prctl", DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)
+    header, sets = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
+    with _unavailable("cannot give up privileges of root"):
+        _call("capget", header, sets)
+        for index in range(3):  # effective, permitted, inheritable; then the same for 32 and above
+            sets[index] &= ~mask
+        _call("capset", header, sets)
 
 
 def tmpfs_over(path: str, mib: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import inspect
 import multiprocessing
 import os
 import subprocess
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Mapping, Tuple
 
+from kb.namespaces import drop_capabilities
 from kb.probe import (
     Arm,
     Context,
@@ -58,7 +60,7 @@ def take(pid: int, descriptor: int) -> Tuple[str, int, bytes]:
 def own(connection: Any, tracer: bool, privileged: bool) -> None:
     """The sender: owns the memory until the receiver has finished."""
     if not privileged:
-        drop_ptrace()
+        drop_capabilities(CAP_SYS_PTRACE)
     if tracer:
         set_ptracer, any_process = 0x59616D61, ctypes.c_ulong(-1)
         ctypes.CDLL(None).prctl(set_ptracer, any_process, 0, 0, 0)
@@ -72,7 +74,7 @@ def receive(connection: Any, filtered: bool, privileged: bool) -> None:
     """The receiver: a sibling of the sender, as an inference engine is of a trainer."""
     pid, descriptor = connection.recv()
     if not privileged:
-        drop_ptrace()
+        drop_capabilities(CAP_SYS_PTRACE)
     if filtered:
         refuse_getfd()
     connection.send(take(pid, descriptor))
@@ -145,13 +147,23 @@ def finish(ctx: Context, call: str, number: int, content: bytes) -> None:
 
 # --- the same with CUDA memory: torch itself makes the calls ----------------------------------------------------------
 
-RECEIVER = """import pickle, sys
-from probes.cuda_ipc_refused import refuse_getfd
-import torch
+RECEIVER = """import ctypes, errno, pickle, sys, torch
+from typing import Any
+
+PIDFD_GETFD, NO_NEW_PRIVILEGES, SET_SECCOMP = {numbers}
+
+{functions}
+
 torch.cuda.init()
 refuse_getfd()
 print(int(pickle.load(sys.stdin.buffer).sum()))
 """
+
+
+def receiver() -> str:
+    """The program of the receiver. Its interpreter is the reader's, which cannot import this file."""
+    functions = "\n\n".join(inspect.getsource(each) for each in (Instruction, Program, libc, refuse_getfd))
+    return RECEIVER.format(numbers=(PIDFD_GETFD, NO_NEW_PRIVILEGES, SET_SECCOMP), functions=functions)
 
 
 def share_cuda(ctx: Context) -> None:
@@ -160,15 +172,12 @@ def share_cuda(ctx: Context) -> None:
     from torch.multiprocessing.reductions import ForkingPickler
 
     tensor = torch.ones(1024, device=ctx.device)
-    folder = str(Path(__file__).parent.parent)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, *sys.path])}
     ctx.reached()
     ran = subprocess.run(
-        [sys.executable, "-c", RECEIVER],
+        [sys.executable, "-c", receiver()],
         input=bytes(ForkingPickler.dumps(tensor)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment,
         check=False,
         timeout=50,
     )
@@ -207,17 +216,6 @@ def refuse_getfd() -> None:
     system.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     if system.prctl(SET_SECCOMP, 2, ctypes.byref(program), 0, 0):
         raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")
-
-
-def drop_ptrace() -> None:
-    """Gives up CAP_SYS_PTRACE, which an ordinary user does not have and a container does not get."""
-    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    system = libc()
-    system.capget(header, sets)
-    for index in range(3):  # effective, permitted, inheritable; the low words
-        sets[index] &= ~(1 << CAP_SYS_PTRACE)
-    if system.capset(header, sets):
-        raise OSError(ctypes.get_errno(), "capset")
 
 
 def yama_scope() -> int:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from kb.namespaces import drop_capabilities
 from kb.probe import (
     Arm,
     Context,
@@ -32,7 +33,6 @@ CAP_IPC_LOCK, CAP_SYS_RESOURCE = 14, 24
 FIRST_USER_NAMESPACE = (
     "user:[4026531837]"  # PROC_USER_INIT_INO of Linux; a later namespace can have the same map of ids
 )
-DROP_FROM_BOUNDING_SET = 24  # of prctl(2); without it, root has the capability again after exec
 TOO_LITTLE, BUFFER, ENOUGH = 64 * KIB, 1024 * KIB, 4096 * KIB
 PIN = '"$1" -I -S -c "$2" "$3"'
 MLOCK = """import ctypes, mmap, sys
@@ -141,16 +141,7 @@ def register_with_card(address: int, size: int) -> None:
 
 def give_up_privilege() -> None:
     """Drops CAP_IPC_LOCK, so that the limit applies to root too, and CAP_SYS_RESOURCE, which may raise the limit."""
-    for capability in (CAP_IPC_LOCK, CAP_SYS_RESOURCE):
-        libc().prctl(DROP_FROM_BOUNDING_SET, capability, 0, 0, 0)  # the kernel refuses this for a user who has neither
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; low words, then high words
-    if libc().capget(header, sets):
-        raise_errno()
-    for number in range(3):
-        sets[number] &= ~(1 << CAP_IPC_LOCK | 1 << CAP_SYS_RESOURCE)
-    if libc().capset(header, sets):
-        raise Unavailable("kb cannot give up CAP_IPC_LOCK: %s" % os.strerror(ctypes.get_errno()))
+    drop_capabilities(CAP_IPC_LOCK, CAP_SYS_RESOURCE)
 
 
 def libc() -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kb.namespaces import bind_over, bring_up, lay_cable, own_network, own_user, tmpfs_over
+from kb.namespaces import bind_over, bring_up, drop_capabilities, lay_cable, own_network, own_user, tmpfs_over
 from kb.probe import Unavailable
 from tests.support.ordinary_user import in_child
 
@@ -87,3 +89,20 @@ def test_a_user_namespace_that_cannot_be_mapped_is_unavailable() -> None:
 def test_without_a_user_namespace_an_ordinary_user_may_do_nothing(act: Callable[[], None], lacking: str) -> None:
     with pytest.raises(Unavailable, match=rf"^{lacking}.*: Operation not (permitted|supported)$"):
         in_child(act)
+
+
+@pytest.mark.usefixtures("allowed")
+def test_a_dropped_capability_does_not_come_back_with_the_next_program() -> None:
+    ptrace, bind_service = 19, 10
+
+    def job() -> list[list[bool]]:
+        own_user()  # with all capabilities inside
+        drop_capabilities(ptrace)
+        statuses = [
+            Path("/proc/self/status").read_text(),
+            subprocess.check_output(["cat", "/proc/self/status"], text=True),
+        ]
+        masks = [int(re.findall(r"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16) for status in statuses]
+        return [[bool(mask >> number & 1) for number in (ptrace, bind_service)] for mask in masks]
+
+    assert in_child(job) == [[False, True], [False, True]]
