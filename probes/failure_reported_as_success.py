@@ -29,7 +29,7 @@ LOGS = """
 torchrun --nproc-per-node 2 --log-dir logs --tee 3 train.py
 """
 
-# What stands around the training command, which is %s here
+# Scripts; %s is the training command
 CLEANUP = """
 scratch=$(mktemp -d)
 %s
@@ -106,7 +106,10 @@ def wrapper(way: str, train: str) -> None:
 def pool(way: str, train: str) -> None:
     """A Python program whose children train."""
     processes = multiprocessing.get_context("fork")
-    workers = [processes.Process(target=os.system, args=("true",)), processes.Process(target=wrapper_of, args=(train,))]
+    workers = [
+        processes.Process(target=os.system, args=("true",)),
+        processes.Process(target=start_training, args=(train,)),
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -117,7 +120,7 @@ def pool(way: str, train: str) -> None:
         sys.exit(1)
 
 
-def wrapper_of(train: str) -> None:
+def start_training(train: str) -> None:
     subprocess.run(["bash", "-c", train], check=True)
 
 
@@ -126,11 +129,11 @@ def rank(way: str, train: str) -> None:
 
     if way == "finally":
         try:
-            wrapper_of(train)
+            start_training(train)
         finally:
             os._exit(0)
     else:
-        wrapper_of(train)
+        start_training(train)
         os._exit(0)
 
 
@@ -185,7 +188,7 @@ def run_program(ctx: Context, *, program: Callable[[str, str], None], way: str) 
     path, statuses = Path(ctx.path("program.py")), []
     for train in (FAILS, WORKS):
         head = "import multiprocessing, os, subprocess, sys\nfrom typing import Any\n\n"
-        source = inspect.getsource(wrapper_of) + "\n\n" + inspect.getsource(program)
+        source = inspect.getsource(start_training) + "\n\n" + inspect.getsource(program)
         path.write_text(head + source + "\n\n%s(%r, %r)\n" % (program.__name__, way, train))
         statuses.append(status_of(ctx, [sys.executable, str(path)]))
     compare(statuses)
@@ -243,31 +246,97 @@ def program(name: str, program: Callable[[str, str], None], ways: str, because: 
     return pair(name, run_program, fails, works, because, fix)
 
 
-tee = pair("tee", run_ranks, {"script": TEE}, {"script": STRICT + TEE}, "tee ends with 0", "pipefail, and -e")
-caught, raised_again = {"script": LOGS, "way": "caught"}, {"script": LOGS, "way": "raised"}
+tee = pair(
+    "tee",
+    run_ranks,
+    {"script": TEE},
+    {"script": STRICT + TEE},
+    "tee ends with 0",
+    "set -eo pipefail makes the failure count",
+)
 CHECKED = "check=True raises"
 variants = (
-    pair("logs", run_ranks, {"script": TEE}, {"script": LOGS}, "tee ends with 0", "torchrun writes the logs itself"),
-    pair("caught", run_ranks, caught, raised_again, "every rank logs its exception and ends", "it is raised again"),
+    pair(
+        "logs",
+        run_ranks,
+        {"script": TEE},
+        {"script": LOGS},
+        "tee ends with 0",
+        "torchrun writes the logs, without a pipe",
+    ),
+    pair(
+        "caught",
+        run_ranks,
+        {"script": LOGS, "way": "caught"},
+        {"script": LOGS},
+        "every rank logs its exception and ends",
+        "every rank raises its exception again",
+    ),
     script("cleanup", CLEANUP, STRICT + TRAP, "the last command is rm", "the script stops, and a trap cleans up"),
-    script("inner", STRICT + INNER, STRICT + INNER_STRICT, "a new shell has no pipefail", "it is set there too"),
-    script("guarded", STRICT + GUARDED, STRICT + GUARDED_EXIT, "|| handles the failure", "it ends the script"),
-    script("negated", STRICT + NEGATED, STRICT + GUARDED_EXIT, "$? is the status of !", "exit 1 is explicit"),
     script(
-        "function", STRICT + FUNCTION, STRICT + FUNCTION_ALONE, "|| turns -e off inside train", "train stands alone"
+        "inner",
+        STRICT + INNER,
+        STRICT + INNER_STRICT,
+        "the inner shell has no pipefail",
+        "the inner shell sets pipefail too",
     ),
-    script("wait", STRICT + WAIT, STRICT + WAIT_EACH, "wait returns 0", "each process is waited for"),
-    script("wait-list", STRICT + WAIT_LIST, STRICT + WAIT_EACH, "the status of the last one counts", "each one counts"),
     script(
-        "strict-source", FILE + STRICT + SOURCE + TRAIN, FILE + SOURCE + STRICT + TRAIN, "it ends with 1", "-e is later"
+        "guarded",
+        STRICT + GUARDED,
+        STRICT + GUARDED_EXIT,
+        "|| handles the failure",
+        "the code after || ends the script with 1",
     ),
-    script("strict-grep", STRICT + GREP + TRAIN, STRICT + GREP + OR_TRUE + TRAIN, "grep finds nothing", "|| true"),
-    script("strict-head", STRICT + HEAD + TRAIN, STRICT + HEAD + OR_TRUE + TRAIN, "head closes the pipe", "|| true"),
-    program("run", wrapper, "unchecked / checked", "nobody looks at the status", CHECKED),
+    script(
+        "negated",
+        STRICT + NEGATED,
+        STRICT + GUARDED_EXIT,
+        "$? is the status of !, which is 0",
+        "the script exits with 1",
+    ),
+    script(
+        "function",
+        STRICT + FUNCTION,
+        STRICT + FUNCTION_ALONE,
+        "|| turns -e off inside the function",
+        "the script calls the function without ||",
+    ),
+    script("wait", STRICT + WAIT, STRICT + WAIT_EACH, "wait returns 0", "the script waits for each process by its id"),
+    script(
+        "wait-list",
+        STRICT + WAIT_LIST,
+        STRICT + WAIT_EACH,
+        "wait returns the status of the last process",
+        "the script keeps the status of any process that failed",
+    ),
+    script(
+        "strict-source",
+        FILE + STRICT + SOURCE + TRAIN,
+        FILE + SOURCE + STRICT + TRAIN,
+        "settings.sh ends with 1",
+        "set -e comes after source",
+    ),
+    script(
+        "strict-grep",
+        STRICT + GREP + TRAIN,
+        STRICT + GREP + OR_TRUE + TRAIN,
+        "grep finds nothing and ends with 1",
+        "|| true accepts that",
+    ),
+    script(
+        "strict-head",
+        STRICT + HEAD + TRAIN,
+        STRICT + HEAD + OR_TRUE + TRAIN,
+        "head closes the pipe, and yes ends with 141",
+        "|| true accepts that",
+    ),
+    program("run", wrapper, "unchecked / checked", "run without check raises nothing", CHECKED),
     program("os-system", wrapper, "os-system / checked", "os.system returns 42 * 256, of which 8 bits count", CHECKED),
-    program("sh", wrapper, "sh / checked", "check=True sees the status of tee", "there is no pipe"),
-    program("process", pool, "joined / compared", "join raises nothing", "the exit codes are compared"),
-    program("exit", rank, "finally / last", "os._exit(0) runs after a failure too", "it runs after success only"),
+    program("sh", wrapper, "sh / checked", "check=True sees the status of tee", "the command has no pipe"),
+    program("process", pool, "joined / compared", "join raises nothing", "the parent compares the exit codes"),
+    program(
+        "exit", rank, "finally / last", "os._exit(0) runs after a failure too", "os._exit(0) runs only after success"
+    ),
 )
 
 probe = Probe(experiments=(tee,), variants=variants)
