@@ -311,7 +311,7 @@ probe = Probe(
             resume_renamed,
             "checked",
             (
-                "the names differ, and strict=False alone loads nothing without a word",
+                "the names differ, and strict=False alone silently loads nothing",
                 "the check of what is missing finds it, and the prefix is removed",
             ),
             expect=symptom(r"after strict=False \d+ of \d+ trained tensors still have their initial values"),
