@@ -227,7 +227,8 @@ HIGHER = raised(r"NotImplementedError: DDPOptimizer backend: Found a higher orde
 FIRST = raised(r"AssertionError: First bucket should be smaller/equal to other buckets")
 LOGGER = raised(r"Dynamo does not know how to trace method `set_runtime_stats_and_log` of class `Logger`")
 SKIPPED = raised(  # the second is the text of torch 2.14 and newer
-    r"torch\._dynamo\.exc\.Unsupported: (Attempted to call function marked as skipped|Call to `torch\._dynamo\.disable\(\)`)"
+    r"torch\._dynamo\.exc\.Unsupported: "
+    r"(Attempted to call function marked as skipped|Call to `torch\._dynamo\.disable\(\)`)"
 )
 LATE = symptom(r"all \d+ all-reduces start after the whole backward")
 OFF, ON = "optimize_ddp is False", "DDPOptimizer splits the graphs at DDP's buckets"
