@@ -131,17 +131,22 @@ def check(params: Mapping[str, Any]) -> Finding:
             return exposed(message, "the failed %.2f GiB are one %s tensor of logits" % (tried, dtype), advice=ADVICE)
     if tried:
         return unknown(message, "the failed %.2f GiB match neither; the batch may have had fewer tokens" % tried)
-    if values.get("use_liger_kernel") is True or values.get("enable_liger_kernel") is True:
+    if any(values.get(name) is True for name in LIGER):
         return unknown(message, "the Liger kernel is on, which creates no logits if it supports the model")
+    if values.get("loss_type") == "chunked_nll":
+        return unknown(message, "loss_type is chunked_nll, with which trl creates no logits of all tokens")
     share = tokens * vocab * PEAK / GIB / card
     evidence = "that is %.0f %% of a GPU of %.1f GiB" % (100 * share, card)
     if share > 0.25:
         return exposed(message, evidence, advice=ADVICE)
-    if share < 0.05:
+    if share < 0.05 and params["tokens"]:
         return clear(message, evidence)
+    if share < 0.05:
+        return unknown(message, evidence, "pairs of answers and the evaluation have more tokens than that")
     return unknown(message, evidence + ", in addition to everything else on the GPU")
 
 
+LIGER = ("use_liger_kernel", "enable_liger_kernel", "use_liger_loss")
 ADVICE = "compute the loss in slices (use_liger_kernel, a current trl, or your own loop), or use fewer tokens"
 WHOLE = "the loss creates, upcasts and softmaxes the logits of all tokens at once"
 SLICED = "the loss processes one slice of tokens at a time, and recomputes it in the backward"
