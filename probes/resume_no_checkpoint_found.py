@@ -188,6 +188,8 @@ def judge(target: Path, names: Set[str], strategy: Optional[str]) -> Finding:
         tag = (target / "latest").read_text(encoding="utf-8").strip() if (target / "latest").is_file() else ""
         faults = [(not list(target.glob("global_step*")), "has no folder global_step*, which DeepSpeed resumes from")]
         faults += [(tag not in names, "has no file latest, or that file names a folder that does not exist")]
+        states = tag in names and list((target / tag).glob("*_states.pt"))
+        faults += [(not states, "has no file *_states.pt in the folder that latest names")]
     elif strategy == "ddp":
         adapters = {path.name for path in target.glob("*/adapter_model.*")} | names  # several adapters are in folders
         is_loaded = any(name.startswith("optimizer") for name in names) and "scheduler.pt" in names
