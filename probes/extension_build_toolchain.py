@@ -37,6 +37,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 PROGRAMS = ("c++", "g++", "gcc", "cc", "clang", "clang++", "as", "ld", "sh", "which", "ninja")
 VARIABLES = ("CC", "CXX", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN", "TORCH_CUDA_ARCH_LIST")
 PATHS = ("CPATH", "LIBRARY_PATH")
+KNOWN = re.compile(r"\d\.\da?(\+PTX)?$|$")  # torch 2.1 knows these names; later releases know more
 
 
 def write_script(ctx: Context, name: str, text: str) -> None:
@@ -213,6 +214,11 @@ def check(_: Mapping[str, Any]) -> Finding:
             evidence,
             "kb cannot tell which gcc nvcc would accept: its flags, gcc, or the header with its limit is unclear",
         )
+    if not (cuda_root() / "bin" / "nvcc").exists():
+        return unknown(evidence, "%s has no bin/nvcc, which compiles the .cu files" % cuda_root())
+    unclear = [name for name in re.split("[; ]+", os.environ.get("TORCH_CUDA_ARCH_LIST", "")) if not KNOWN.match(name)]
+    if unclear:
+        return unknown(evidence, "kb cannot tell whether this torch knows %s in TORCH_CUDA_ARCH_LIST" % unclear)
     if release == 9 or glibc() >= (2, 41):
         return unknown(evidence, "the build may still refuse gcc 9, or glibc 2.41 with a CUDA toolkit up to 13.1")
     if not any((cuda_root() / folder / "libcudart.so").exists() for folder in ("lib64", "lib")):
