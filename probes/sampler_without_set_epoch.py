@@ -42,7 +42,7 @@ def set_epoch_of(loader: object, epoch: int) -> None:
     for part in parts:  # the list grows
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
-            called += 1
+            called += part is not loader  # accelerate's loader always has the method
         inner = [getattr(part, name, None) for name in ("sampler", "batch_sampler")]
         parts += [each for each in inner if each is not None and all(each is not known for known in parts)]
     assert called, "nothing in this loader has set_epoch"
@@ -205,6 +205,27 @@ def two_ranks(ctx: Context, *, found: bool) -> None:
     run(ctx, loader, partial(set_epoch_of, loader) if found else loader.set_epoch)
 
 
+def hidden(ctx: Context, *, forwards: bool) -> None:
+    """The custom batch sampler keeps its epoch in a part of its own, where set_epoch_of does not look."""
+
+    class Outer:
+        batch_size, drop_last = BATCH, False
+
+        def __init__(self) -> None:
+            self.inside = make_batch_sampler()
+            if forwards:
+                self.set_epoch = self.inside.set_epoch
+
+        def __len__(self) -> int:
+            return len(self.inside)
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter(self.inside)
+
+    loader = prepare(ctx, batch_sampler=Outer())
+    run(ctx, loader, partial(set_epoch_of, loader))
+
+
 def lightning(ctx: Context, *, hook: bool) -> None:
     """Runs Lightning's Trainer with a custom batch sampler that has set_epoch."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -314,7 +335,7 @@ probe = Probe(
             "accelerate-break",
             stop_early,
             REPEATS,
-            "the loop stops early, so accelerate does not count the epoch",
+            "the loop stops early, so accelerate does not count the epoch from which its seedable sampler draws",
             CALLED,
             with_epoch=OFF_ON,
             **ACCELERATE,
@@ -327,6 +348,15 @@ probe = Probe(
             FOUND,
             2,
             found=OFF_ON,
+            **ACCELERATE,
+        ),
+        pair(
+            "hidden",
+            hidden,
+            raised("nothing in this loader has set_epoch"),
+            "only accelerate's own loader has set_epoch; the batch sampler does not pass it on",
+            "the batch sampler passes set_epoch on to the part that shuffles",
+            forwards=OFF_ON,
             **ACCELERATE,
         ),
         pair(
