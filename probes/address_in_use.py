@@ -156,6 +156,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         outside = f"below {low}" if low > 2048 else f"above {high}" if high < 65000 else ""
         reserve = "reserve a port as root: net.ipv4.ip_local_reserved_ports"
         return exposed(in_range, advice=f"choose a MASTER_PORT {outside}" if outside else reserve)
+    job_port = os.environ.get("MASTER_PORT", "")
+    if job_port not in ("", str(port)):
+        differs = f"MASTER_PORT is {job_port}, which counts unless a launcher sets it"
+        return unknown(f"port {port} can be bound now", differs, advice=f"run --set port={job_port} as well")
     return clear(
         f"port {port} can be bound now in this network namespace; what counts is the one of rank 0",
         "`--set port=N` checks another port",
