@@ -194,6 +194,25 @@ def resume_trainer(ctx: Context, *, frozen_first: bool) -> None:
     assert resumed.state.global_step == 4
 
 
+def resume_adapter(ctx: Context, *, leaves_original: bool) -> None:
+    """PEFT loads an adapter and a module of modules_to_save; the job makes this whole module trainable, or does not."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model  # type: ignore[import-not-found]
+
+    model = get_peft_model(network(ctx), LoraConfig(r=2, target_modules=["backbone"], modules_to_save=["head"]))
+    optimizer = torch.optim.AdamW(trainable(model))
+    train(model, optimizer)
+    model.save_pretrained(ctx.path("adapter"))
+    expected = moments(model, optimizer)
+    model = PeftModel.from_pretrained(network(ctx), ctx.path("adapter"), is_trainable=True)
+    ctx.reached()
+    if not leaves_original:
+        model.base_model.model.head.requires_grad_(True)
+    resumed = torch.optim.AdamW(trainable(model))
+    resumed.load_state_dict(optimizer.state_dict())
+    judge_moments(moments(model, resumed), expected)
+
+
 def pair(
     name: str, job: Callable[..., None], keyword: str, expect: Expect, because: str, fix: str, **options: Any
 ) -> Experiment:
@@ -236,6 +255,17 @@ probe = Probe(
             SWAPPED,
             "the optimizer has as many parameters of the same shapes, but in another order, and torch checks no more",
             "the optimizer has its parameters in the same order as the saved one",
+        ),
+        pair(
+            "adapter",
+            resume_adapter,
+            "leaves_original",
+            SIZE,
+            "the job makes a whole module of modules_to_save trainable, and with it the unused original in that module",
+            "the job leaves it to is_trainable=True which parameters are trainable",
+            needs=Needs(packages={"torch": ">=2.1", "peft": ">=0.13"}),
+            deadline_s=90.0,
+            expected_s=(8.0, 8.0),
         ),
         pair(
             "trainer",
