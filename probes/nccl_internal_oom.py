@@ -185,7 +185,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if failed:
         return unknown(*evidence, "the log does not say whether memory ran out or another CUDA error occurred")
     sizes_are_logged = bool(re.search(r"NCCL INFO .*Cuda (?:Alloc|Calloc|CallocAsync) Size", text))
-    is_complete = sizes_are_logged and len(text) <= LARGEST
+    ranks = max(map(int, re.findall(r"NCCL INFO .{0,200}\bn[rR]anks (\d{1,6})\b", text)), default=0)
+    if ranks > len(taken):
+        evidence.append(f"the largest communicator has {ranks} ranks, so others may have taken more")
+    is_complete = sizes_are_logged and len(text) <= LARGEST and 0 < ranks <= len(taken)
     return compare(evidence, logged, held, params["free_mib"], sizes_are_logged, is_complete)
 
 
