@@ -193,6 +193,8 @@ PAIRS: Sequence[Tuple[str, str, str, str, str, str, str]] = (
     ("transformers", "4.56.0", "4.57.0", "accelerate", "", "1.10.1", "the name ParallelismConfig"),
     ("transformers", "4.30", "5.0.0", "huggingface-hub", "1.0", "", "huggingface-hub<1.0 is required"),
     ("transformers", "5.0.0", "", "huggingface-hub", "", "1.2.1", "import of is_offline_mode"),
+    ("transformers", "5.0.0", "5.15.1", "huggingface-hub", "2.0", "", "huggingface-hub<2.0 is required"),
+    ("transformers", "5.18.0", "", "huggingface-hub", "", "1.31.0", "huggingface-hub>=1.31.0 is required"),
     ("accelerate", "0.32.0", "", "huggingface-hub", "", "0.21.0", "import of split_torch_state_dict_into_shards"),
 )
 
