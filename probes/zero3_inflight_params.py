@@ -66,6 +66,7 @@ def engine_of(ctx: Context, model: Any, **zero: Any) -> Any:
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
     }
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -116,13 +117,15 @@ def interrupted(ctx: Context, *, whole: bool) -> None:
     assert engine.global_steps == STEPS
 
 
-def stale(ctx: Context, *, call_it: bool) -> None:
+def stale(ctx: Context, *, call_it: bool, **zero: Any) -> None:
     """Without prefetching no release raises, but a step that skips layer 3 must not change its weights."""
     deepspeed = import_deepspeed()
-    engine = engine_of(ctx, build(), stage3_prefetch_bucket_size=0)
+    engine = engine_of(ctx, build(), stage3_prefetch_bucket_size=0, **zero)
     skipped_layer = engine.module.layers[3]
 
     def weights() -> Any:
+        if zero:  # stage 2 does not shard weights
+            return skipped_layer.weight.detach().clone()
         with deepspeed.zero.GatheredParameters([skipped_layer.weight]):
             return skipped_layer.weight.detach().clone()
 
@@ -219,6 +222,15 @@ probe = Probe(
             CHANGED,
             "a step skips layer 3, and ZeRO-3 applies the layer's gradient of the previous step again",
             CALLS + ", so its gradient is 0",
+            ANY,
+        ),
+        pair(
+            "offload",
+            partial(stale, call_it=False, stage=2, offload_optimizer={"device": "cpu"}),
+            partial(stale, call_it=False, stage=2),
+            CHANGED,
+            "a step skips layer 3, and ZeRO-2 with its optimizer on the CPU applies an old gradient of the layer",
+            "ZeRO-2 without offload_optimizer leaves the skipped layer as it is",
             ANY,
         ),
         pair(
