@@ -138,6 +138,35 @@ def accumulate(ctx: Context, *, at_end_of_loader: bool) -> None:
     dist.barrier()
 
 
+def stream(ctx: Context, *, prepared: bool) -> None:
+    """Loads a stream of seven samples, which the script splits by rank, or which accelerate splits."""
+    import torch
+    from torch.utils.data import DataLoader, IterableDataset
+
+    dist = ctx.init_process_group(timeout_s=2)
+    from accelerate import Accelerator
+
+    class Stream(IterableDataset):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, numbers: range) -> None:
+            self.numbers = numbers
+
+        def __iter__(self) -> Iterator[Any]:
+            return (torch.tensor(float(number)) for number in self.numbers)
+
+    if prepared:
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(Stream(range(7)), batch_size=1))
+    else:
+        loader = DataLoader(Stream(range(ctx.rank, 7, ctx.world_size)), batch_size=1)
+    ctx.reached()
+    sums = []
+    for batch in loader:
+        dist.all_reduce(batch)
+        sums.append(batch.item())
+    ctx.meet("trained", timeout_s=15)
+    assert sums == [1, 5, 9, 6], sums  # the last step has sample 6 and, again, sample 0
+
+
 def load(ctx: Context, *, even: bool) -> None:
     """Loads eleven samples, of which rank 0 gets six and rank 1 five: three full batches of two, and two."""
     import torch
@@ -240,6 +269,14 @@ probe = Probe(
             "rank 1 reduces gradients on the last batch of its loader; rank 0 has more batches and does not",
             {"at_end_of_loader": False},
             "with sync_with_dataloader=False both ranks reduce only after each group of two batches",
+            packages={"torch": ">=2.2", "accelerate": ">=0.30"},
+        ),
+        variant(
+            "stream",
+            partial(stream, prepared=False),
+            "the script gives each rank every second sample of the stream: four to rank 0, three to rank 1",
+            {"prepared": True},
+            "accelerate splits the whole stream, and fills the last step with a sample from its beginning",
             packages={"torch": ">=2.2", "accelerate": ">=0.30"},
         ),
         variant(
