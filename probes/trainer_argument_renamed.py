@@ -50,6 +50,14 @@ HINTS = {
     "no_cuda": "use_cpu",
     "group_by_length": 'train_sampling_strategy="group_by_length"',
 }
+ATTRIBUTES = {
+    "evaluation_strategy",
+    "overwrite_output_dir",
+    "warmup_ratio",
+    "no_cuda",
+    "logging_dir",
+    "group_by_length",
+}
 OVERRIDDEN = ("compute_loss", "training_step", "log", "_get_train_sampler")  # newer Trainers pass more arguments
 LENGTH = 2048  # tokens
 
@@ -222,6 +230,7 @@ def judge(script: Path, tree: ast.Module) -> Finding:
     fields = read_classes(tree, names, reading)
     read_calls(tree, names, fields, reading)
     reading.unseen += handed_on(tree, names)
+    reading.unseen += attributes_read(tree)
     refused, compared, unseen = reading.refused, reading.compared, reading.unseen
     if refused and re.search(r"__version__|\bsignature\(|\bversion\(|\bTypeError\b", source):
         return unknown("the script looks at releases, so these lines may not run:", *refused, *compared)
@@ -314,6 +323,14 @@ def handed_on(tree: ast.Module, names: Mapping[str, Tuple[str, str]]) -> Iterato
             yield from ("line %d: kb does not follow %s" % (node.lineno, name) for name in modules if "." in name)
         elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             yield "line %d: kb does not follow import *" % node.lineno
+
+
+def attributes_read(tree: ast.Module) -> Iterator[str]:
+    """Reads of an attribute that the installed TrainingArguments may lack, from whatever object."""
+    known = arguments("transformers", "TrainingArguments") or set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES - known:
+            yield "line %d: the script uses .%s, which TrainingArguments lacks here" % (node.lineno, node.attr)
 
 
 def dotted(node: ast.AST) -> str:
