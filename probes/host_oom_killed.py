@@ -183,6 +183,10 @@ def check(params: Mapping[str, Any]) -> Finding:
         return exposed(*evidence, advice="look for the killed process: dmesg -T | grep -i 'killed process'")
     if most > free * 0.7:
         return unknown(*evidence, "little memory is left for pinned buffers, data, workers and other jobs")
+    granted = granted_by_slurm()
+    if granted and max(need, most) > granted * 0.7:
+        evidence.append("Slurm granted this job %.1f GiB on the node, and may kill it above that" % granted)
+        return unknown(*evidence, advice="request more memory with --mem, or make the job need less")
     if need > 0:
         return clear(*evidence, "pinned buffers, data and workers need memory as well")
     return unknown(*evidence, advice="--set per_rank_gib=N --set ranks=N, or --set config=ds.json --set billions=7")
@@ -251,6 +255,13 @@ def limits() -> Tuple[float, float, int]:
             count = re.search(r"^oom_kill (\d+)", events, re.M)
             kills = max(kills, int(count.group(1)) if count else 0)
     return limit, free, kills
+
+
+def granted_by_slurm() -> float:
+    """GiB of this Slurm job on this node, which the accounting may enforce without a cgroup; 0 if unknown or all."""
+    words = [os.environ.get("SLURM_" + name, "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")]
+    node, cpu, cpus = (int(word) if word.isdigit() else 0 for word in words)
+    return (node or cpu * cpus) / 1024
 
 
 def number(path: Path) -> Optional[float]:
