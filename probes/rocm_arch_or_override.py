@@ -221,6 +221,14 @@ def targets_in(data: Any, at: int) -> Tuple[Set[str], int]:
     return targets, length
 
 
+def other_rocm(torch: Optional[Path]) -> List[str]:
+    """Folders on LD_LIBRARY_PATH with a ROCm runtime or rocBLAS that may be loaded instead of torch's own."""
+    folders = [Path(name) for name in os.environ.get("LD_LIBRARY_PATH", "").split(":") if name]
+    own = torch / "lib" if torch else None
+    names = ("libamdhip64.so*", "libhsa-runtime64.so*", "librocblas.so*")
+    return sorted({str(folder) for folder in folders if folder != own for name in names if list(folder.glob(name))})
+
+
 # --- the check ------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +293,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if torch and hip and " " in str(torch):
         words.append("unsure")
         evidence.append("the path %s contains a space, and HIP may then report that there is no kernel image" % torch)
+    others = other_rocm(torch)
+    if others and not (torch and (torch.parent / "_rocm_sdk_core").exists()):
+        words.append("unsure")
+        evidence.append("LD_LIBRARY_PATH contains another ROCm, which the job may load: %s" % ", ".join(others))
     limits = [name for name in LIMITS if name in os.environ]
     if "bad" in words:
         if limits and set(words) != {"bad"}:
@@ -328,7 +340,7 @@ def write_machine(folder: Path, nodes: Tuple[str, ...], targets: str, hip: str) 
 def unset_variables() -> None:
     """Removes the variables of the user's own shell, which would change the result of an arm."""
     for name in list(os.environ):
-        if name.startswith(OVERRIDE) or name in (*LIMITS, "ROCBLAS_TENSILE_LIBPATH"):
+        if name.startswith(OVERRIDE) or name in (*LIMITS, "ROCBLAS_TENSILE_LIBPATH", "LD_LIBRARY_PATH"):
             del os.environ[name]
 
 
