@@ -177,6 +177,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     name = wheel_name(version, cuda[1], python, params["release"])
     why = "the wheel for this torch is %s; kb did not ask whether the release has it" % name
     advice = "if that wheel does not exist, nvcc compiles: set MAX_JOBS"
+    if tuple(map(int, version.groups())) >= (2, 14):
+        advice = "if that wheel does not exist, change -std=c++17 in setup.py to c++20, which torch 2.14 requires"
     return unknown(*evidence, why, *build_memory(), advice=advice)
 
 
