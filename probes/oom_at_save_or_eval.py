@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
@@ -17,6 +18,7 @@ HIDDEN, VOCAB, BATCHES = 64, 4000, 18
 CPU_ROWS, GPU_ROWS = 16 * 64, 64 * 64  # 16 and 64 MiB of float32 logits per batch
 CPU_EXTRA = 4 << 20  # numbers in each of the four weights of `first_step`, 16 MiB each
 CPU_ROOM, GPU_MIB = 160 << 20, 1024
+STEP_ROOM = 224 << 20  # in MiB: gradients take 64, all moments 128, the temporaries of foreach 64
 FIRST_STEP_ROOM = 184 << 20  # in MiB: gradients take 64, all moments 128, one rank's moments and a temporary 80
 
 
@@ -83,6 +85,21 @@ def first_step(ctx: Context, *, sharded: bool) -> None:
     ctx.reached()
     optimizer.step()
     assert all(weight[-1].item() < 0 for weight in model), "the step did not change every weight"
+
+
+def temporaries(ctx: Context, *, fused: bool) -> None:
+    """There is room for the gradients and the moments. The foreach implementation of AdamW needs more than that."""
+    import torch
+    from torch import nn
+
+    weights = [nn.Parameter(torch.zeros(CPU_EXTRA)) for _ in range(4)]
+    kind = {"fused": True} if fused else {"foreach": True}  # foreach is the default on a GPU
+    optimizer = torch.optim.AdamW(weights, lr=1e-3, **kind)
+    limit_address_space(STEP_ROOM)
+    sum(weight.sum() for weight in weights).backward()
+    ctx.reached()
+    optimizer.step()
+    assert all(weight[-1].item() < 0 for weight in weights), "the step did not change every weight"
 
 
 def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
@@ -245,6 +262,16 @@ probe = Probe(
             partial(first_step, sharded=True),
             "with ZeroRedundancyOptimizer, each rank creates the moments of its part of the weights only",
             world_size=2,
+        ),
+        replace(
+            experiment(
+                "temporaries",
+                partial(temporaries, fused=False),
+                "the foreach implementation of AdamW holds a temporary for every weight",
+                partial(temporaries, fused=True),
+                "the fused implementation needs no temporaries",
+            ),
+            needs=Needs(packages={"torch": ">=2.4"}),
         ),
         Experiment(
             name="transformers",
