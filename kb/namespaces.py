@@ -34,20 +34,22 @@ EXPECTED_FAILURES = {"Symptom": Symptom, "Unavailable": Unavailable}
 LINK = b"\0" * 16  # struct ifinfomsg: the attributes alone describe the request
 
 
-def own_user() -> None:
-    """Become root inside a user namespace. If user namespaces are forbidden, real root continues without one.
+def own_user(number: int = 0) -> None:
+    """Become root, or the user with this number, inside a user namespace, with all capabilities there.
 
-    The process must have only one thread: call this before anything starts another.
+    If user namespaces are forbidden, real root continues as root without one. The process must have only one thread:
+    call this before anything starts another.
     """
     uid, gid = os.getuid(), os.getgid()
     with _unavailable("no user namespace of its own on this machine"):
         try:
             _call("unshare", NEW_USER)
         except OSError:
-            if uid:
+            if uid or number:
                 raise
             return
-        for name, line in (("setgroups", "deny"), ("uid_map", "0 %d 1" % uid), ("gid_map", "0 %d 1" % gid)):
+        maps = ("uid_map", "%d %d 1" % (number, uid)), ("gid_map", "%d %d 1" % (number, gid))
+        for name, line in (("setgroups", "deny"), *maps):
             Path("/proc/self", name).write_text(line)
 
 

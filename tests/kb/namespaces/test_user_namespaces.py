@@ -66,6 +66,25 @@ def test_root_does_without_a_user_namespace_where_it_is_forbidden() -> None:
 
 
 @pytest.mark.usefixtures("allowed")
+def test_another_number_has_no_account() -> None:
+    def job() -> int:
+        own_user(54321)
+        return os.getuid()
+
+    assert in_child(job) == 54321
+
+
+@pytest.mark.usefixtures("allowed")
+def test_root_does_not_stand_for_another_number() -> None:
+    def job() -> None:
+        forbid_user_namespaces(0)
+        own_user(54321)
+
+    with pytest.raises(Unavailable, match=r"^no user namespace of its own on this machine: No space left on device$"):
+        in_child(job)
+
+
+@pytest.mark.usefixtures("allowed")
 def test_a_user_namespace_that_cannot_be_mapped_is_unavailable() -> None:
     def job() -> None:
         own_user()
