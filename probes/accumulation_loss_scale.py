@@ -96,7 +96,7 @@ def backward_tokens(ddp: Any, loader: Sequence[Batch], accumulation: int, step: 
     stream = iter(loader)
     while batches := list(itertools.islice(stream, accumulation)):  # a shorter last window is a step as well
         tokens = torch.stack([(batch["labels"] != -100).sum() for batch in batches]).sum()
-        dist.all_reduce(tokens)  # of all micro-batches of all ranks
+        dist.all_reduce(tokens)  # of all micro-batches of all ranks; with nccl, the batches must be on the GPU here
         for number, batch in enumerate(batches, 1):
             with contextlib.nullcontext() if number == len(batches) else ddp.no_sync():
                 logits = ddp(batch["input_ids"])
