@@ -100,15 +100,15 @@ def tokenizer() -> Any:
     return hf.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-def mask_by_template(ctx: Context, *, marked: bool) -> None:
-    """Asks the chat template for the tokens of the assistant, with and without its generation markers."""
+def mask_by_template(ctx: Context, *, marked: bool, space: str = "") -> None:
+    """Asks the chat template for the tokens of the assistant; `space` is what its generation block ends in."""
     begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
     template = (
         "{% for message in messages %}{% if message.role == 'assistant' %}<assistant> "
         + begin
         + "{{ message.content }} </s>"
-        + end
-        + " {% else %}<user> {{ message.content }} {% endif %}{% endfor %}"
+        + (space + end if space else end + " ")
+        + "{% else %}<user> {{ message.content }} {% endif %}{% endfor %}"
     )
     messages = [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "answer d"}]
     ctx.reached()
@@ -138,7 +138,7 @@ def mask_by_response_key(ctx: Context, *, in_context: bool) -> None:
     assert count == 2, labels
 
 
-def train_with_trl(ctx: Context, *, length: int) -> None:
+def train_with_trl(ctx: Context, *, length: int, **options: Any) -> None:
     """Prompts and completions in TRL's SFTTrainer. Raises Symptom if no sample is left or none has a label."""
     import torch
 
@@ -155,6 +155,7 @@ def train_with_trl(ctx: Context, *, length: int) -> None:
         use_cpu=True,
         report_to=[],
         bf16=False,
+        **options,
     )
     ctx.reached()
     trainer = trl.SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer())
@@ -165,7 +166,7 @@ def train_with_trl(ctx: Context, *, length: int) -> None:
     loss = trainer.state.log_history[-1]["train_loss"]
     if not loss:
         raise Symptom(f"the Trainer logs a loss of {loss} and reports no error")
-    assert kept == 8
+    assert kept == 8, kept
 
 
 CUT = "the limit cuts the answer off every sample, so no token has a label"
@@ -219,6 +220,36 @@ probe = Probe(
             needs=Needs(packages={"torch": ">=2.1", "trl": ">=0.20", "transformers": "", "datasets": ""}),
             deadline_s=90,
             expected_s=(12, 12),
+        ),
+        experiment(
+            "trl-keep-end",
+            partial(train_with_trl, length=SHORT),
+            ({}, {"truncation_mode": "keep_end"}),
+            symptom(r"SFTTrainer dropped 8 of 8 samples|the Trainer logs a loss of 0\.0"),
+            (CUT, "the beginning of the prompt goes instead"),
+            needs=Needs(packages={"torch": ">=2.1", "trl": ">=1.0", "transformers": "", "datasets": ""}),
+            deadline_s=90,
+            expected_s=(12, 12),
+        ),
+        experiment(
+            "trl-packing",
+            partial(train_with_trl, packing=True),
+            LENGTHS,
+            symptom(r"the Trainer logs a loss of 0\.0"),
+            (CUT, ROOM),
+            needs=Needs(packages={"torch": ">=2.1", "trl": ">=1.9", "transformers": "", "datasets": ""}),
+            deadline_s=90,
+            expected_s=(12, 12),
+        ),
+        experiment(
+            "template-space",
+            partial(mask_by_template, marked=True),
+            ({"space": " "}, {}),
+            symptom(r"0 of \d+ tokens belong to the assistant"),
+            ("the generation block ends in a space that the tokenizer drops", "the space is after the block"),
+            needs=Needs(packages={"transformers": ">=4.46,<4.47", "tokenizers": ""}),
+            deadline_s=60,
+            expected_s=(4, 4),
         ),
         experiment(
             "template",
