@@ -205,6 +205,12 @@ def two_ranks(ctx: Context, *, found: bool) -> None:
     run(ctx, loader, partial(set_epoch_of, loader) if found else loader.set_epoch)
 
 
+def own_sampler(ctx: Context, *, found: bool) -> None:
+    """The loader has a sampler of its own; before 1.7 accelerate does not reach it if there is more than one rank."""
+    loader = prepare(ctx, batch_size=BATCH, sampler=make_sampler(list(range(SAMPLES))))
+    run(ctx, loader, partial(set_epoch_of, loader) if found else loader.set_epoch)
+
+
 def hidden(ctx: Context, *, forwards: bool) -> None:
     """The custom batch sampler keeps its epoch in a part of its own, where set_epoch_of does not look."""
 
@@ -349,6 +355,16 @@ probe = Probe(
             2,
             found=OFF_ON,
             **ACCELERATE,
+        ),
+        pair(
+            "accelerate-sampler",
+            own_sampler,
+            REPEATS,
+            "set_epoch of accelerate's loader does not reach the sampler inside the batch sampler that it wraps",
+            FOUND,
+            2,
+            found=OFF_ON,
+            accelerate=">=0.30,<1.7",
         ),
         pair(
             "hidden",
