@@ -34,5 +34,7 @@ def test(as_json: JsonFlag = False, roots: RootOption = None) -> int:
         for violation in violations:
             print(f"{shown(violation.path)}:{violation.line}: {style(violation.rule, 'cyan')}: {violation.message}")
         summary = "{entries} entries: {logs} logs, {look_alikes} look-alikes, {healthy} healthy logs".format(**counts)
-        print(f"{summary}: {f'{len(violations)} findings' if violations else 'clean'}")
+        broken = f"{len(catalog.problems)} left out" if catalog.problems else ""
+        found = f"{len(violations)} findings" if violations else ""
+        print(f"{summary}: {', '.join(filter(None, (broken, found))) or 'clean'}")
     return 1 if violations or catalog.problems else 0

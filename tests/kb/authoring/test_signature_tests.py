@@ -44,6 +44,14 @@ def test_a_sound_root_of_a_team_is_clean(kb: Kb, content: ContentRoot) -> None:
     assert document["counts"]["entries"] > 1
 
 
+def test_an_entry_that_cannot_be_read_is_counted(kb: Kb, content: ContentRoot) -> None:
+    content.incident("sound")
+    (content.path / "entries" / "broken.md").write_text("no front matter")
+    ended = kb("test")
+    assert ended.code == 1
+    assert "left out: " in ended.err and ended.out.rstrip().endswith(": 1 left out")
+
+
 def test_a_log_that_nothing_matches_is_found(content: ContentRoot) -> None:
     line = rewrite(content.entry("sound"), "[rank3]: the thing broke: code 43", "[rank3]: it broke")
     assert violations(content) == [("sound.md", "log-not-matched", line)]
