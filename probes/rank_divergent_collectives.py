@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Callable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Mapping, Sequence, Set, Tuple
 
 from kb.probe import (
     GLOO_TIMEOUT,
@@ -221,11 +221,12 @@ def send(ctx: Context) -> None:
     assert received.tolist() == [float(ctx.rank == 1)] * 4, received
 
 
-RANK = re.compile(r"(^|(?<!lora)_)rank$|main_process|global_zero|is_master|process_index")
+RANK = re.compile(r"(^|(?<!lora)_)rank$|main_process(?!_only)|global_zero|is_master|process_index")
 COLLECTIVE = re.compile(
     r"all_reduce|all_gather\w*|all_to_all\w*|broadcast|broadcast_object_list|reduce_scatter\w*|(monitored_)?barrier"
     r"|gather_object|gather_for_metrics|wait_for_everyone"
 )
+OWNED = re.compile(r"(.+\.)?(dist|distributed|accelerator|fabric)\.(gather|reduce|scatter)")  # else common names
 
 
 def check(params: Mapping[str, Any]) -> Finding:
@@ -263,19 +264,39 @@ def lopsided(tree: ast.AST) -> Iterator[Call]:
     as when the other ranks wait in a barrier, rank 0 loads, and rank 0 enters the barrier.
     """
     blocks = [getattr(node, field, None) for node in ast.walk(tree) for field in ("body", "orelse", "finalbody")]
+    seen: Set[int] = set()  # an `elif` belongs to the `if` above it
     for block in [block for block in blocks if isinstance(block, list)]:
         found: List[Tuple[str, Call]] = []
         for index, item in enumerate(block):
             if not isinstance(item, ast.If) or not depends_on_rank(item.test):
                 continue
             rest = block[index + 1 :] if isinstance(item.body[-1], (ast.Return, ast.Continue)) else []
-            in_branch, in_other = collectives(item.body), collectives(item.orelse or rest)
-            counts, other_counts = Counter(name for _, name in in_branch), Counter(name for _, name in in_other)
-            calls = {call for call in in_branch + in_other if counts[call[1]] != other_counts[call[1]]}
+            if id(item) in seen:
+                continue
+            bodies = chain(item, rest)
+            seen |= {id(each) for each in ast.walk(item) if isinstance(each, ast.If) and each.body in bodies}
+            branches = [collectives(branch) for branch in bodies]
+            counts = [Counter(name for _, name in branch) for branch in branches]
+            every = {call for branch in branches for call in branch}
+            calls = {call for call in every if len({count[call[1]] for count in counts}) > 1}
             found += [(ast.unparse(item.test), call) for call in sorted(calls)]
         for test, call in found:
             if not any(call[1] == other[1] and test != other_test for other_test, other in found):
                 yield call
+
+
+def chain(item: ast.If, rest: Sequence[ast.AST]) -> List[Sequence[ast.AST]]:
+    """The branches of an `if` over the rank, with those of an `elif`; `rest` follows if the first one returns.
+
+    An `elif` without `else` often covers all ranks that are left, so a missing `else` is then no branch.
+    """
+    branches: List[Sequence[ast.AST]] = [item.body]
+    while len(item.orelse) == 1 and isinstance(item.orelse[0], ast.If) and depends_on_rank(item.orelse[0].test):
+        item = item.orelse[0]
+        branches.append(item.body)
+    if item.orelse or len(branches) == 1:
+        branches.append(item.orelse or rest)
+    return branches
 
 
 def depends_on_rank(test: ast.AST) -> bool:
@@ -293,11 +314,16 @@ def is_the_same_everywhere(test: ast.Compare) -> bool:
 
 
 def collectives(block: Sequence[ast.AST]) -> List[Call]:
-    """The collectives in a block, except those of a group (a keyword or the third argument) of only some ranks."""
+    """The collectives in a block, except those of a group of only some ranks.
+
+    The group is a keyword, the third argument, or the first one of a barrier.
+    """
     calls = [node for item in block for node in ast.walk(item) if isinstance(node, ast.Call)]
-    calls = [call for call in calls if len(call.args) < 3 and "group" not in {word.arg for word in call.keywords}]
-    named = [(call.lineno, ast.unparse(call.func).split(".")[-1]) for call in calls]
-    return [(line, name) for line, name in named if COLLECTIVE.fullmatch(name)]
+    calls = [call for call in calls if "group" not in {word.arg for word in call.keywords}]
+    named = [(call, ast.unparse(call.func)) for call in calls]
+    named = [(call, name) for call, name in named if len(call.args) < (1 if name.endswith("barrier") else 3)]
+    short = [(call.lineno, name.split(".")[-1], bool(OWNED.fullmatch(name))) for call, name in named]
+    return [(line, name) for line, name, owned in short if owned or COLLECTIVE.fullmatch(name)]
 
 
 SOME = "only rank 0 reduces a metric, so from then on each of its calls pairs with a later one of rank 1"
