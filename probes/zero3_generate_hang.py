@@ -7,7 +7,19 @@ from functools import partial
 from typing import Any, List, Tuple
 
 from kb.cpu_arms import import_deepspeed
-from kb.probe import GLOO_TIMEOUT, NCCL2_TIMEOUT, Arm, Context, Experiment, Needs, Probe, completed, raised
+from kb.probe import (
+    GLOO_TIMEOUT,
+    NCCL2_TIMEOUT,
+    Arm,
+    Context,
+    Experiment,
+    Needs,
+    Probe,
+    Symptom,
+    completed,
+    raised,
+    symptom,
+)
 
 LENGTHS = (2, 5)  # tokens in the answer of rank 0 and of rank 1
 
@@ -142,6 +154,27 @@ def generate(ctx: Context, *, synced_gpus: bool) -> None:
     assert out.tolist() == expected, (out.tolist(), expected)
 
 
+def overrun(ctx: Context, *, limit: str) -> None:
+    """Generates with synced_gpus and prompts of different length, with a limit for the whole or for the new tokens."""
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    ctx.init_process_group(timeout_s=20)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=None)).eval()
+    prompt = torch.arange(2, 12 if ctx.rank == 0 else 5)[None]
+    options = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    options[limit] = 15 if limit == "max_length" else 5
+    expected = model.generate(prompt, synced_gpus=False, **options).tolist()
+    ctx.reached()
+    try:
+        out = model.generate(prompt, synced_gpus=True, **options).tolist()
+    except IndexError as error:
+        raise Symptom(f"a rank that was done ran past its length with synced_gpus: {error}") from error
+    assert out == expected, (out, expected)
+
+
 GLOO = raised(GLOO_TIMEOUT)
 ALONE = "rank 0's answer ends after two tokens, so rank 1 gathers the weights alone in its third step"
 TOGETHER = "a rank whose answer is complete calls the model until all answers are complete, and ignores the output"
@@ -210,11 +243,29 @@ zero3 = Experiment(
     deadline_s=90,
     expected_s=(8, 6),
 )
+too_long = Experiment(
+    name="max-length",
+    control=Arm(
+        partial(overrun, limit="max_length"),
+        expect=symptom(r"ran past its length with synced_gpus: index out of range in self"),
+        because="rank 0 is done after 5 tokens, but runs 12 steps with rank 1, past the 16 positions of the model",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(overrun, limit="max_new_tokens"),
+        expect=completed(),
+        because="with the same max_new_tokens no rank runs past the length that it asked for",
+        fidelity="cpu",
+    ),
+    needs=Needs(packages={"torch": ">=2.1", "transformers": ">=5.0"}),
+    deadline_s=90,
+    expected_s=(8, 8),
+)
 
 probe = Probe(
     experiments=(
         gloo.on_gpus(expect=raised(rf"Watchdog caught collective operation timeout: WorkNCCL\(|{NCCL2_TIMEOUT}")),
         gloo,
     ),
-    variants=(one_rank, fixed_length, barrier_after, summoned, zero3),
+    variants=(one_rank, fixed_length, barrier_after, summoned, zero3, too_long),
 )
