@@ -103,11 +103,53 @@ def train(ctx: Context, *, way: str) -> None:
     elif way == "beside":
         model = DistributedDataParallel(net)
         ((model(*batch).sum() + model.module.loss(*batch)) / 2).backward()
+    elif way == "two calls":
+        model = DistributedDataParallel(LossModule(net))
+        ((model(*batch) + model(*batch)) / 2).backward()
     else:
         model = DistributedDataParallel(LossModule(net))
         loss = model(*batch)
         loss.backward()
     compare(ctx, net.layer.weight.grad.item())
+
+
+def train_after_forward(ctx: Context, *, bypassed: bool) -> None:
+    """Runs a forward of DDP without a backward, then two steps; with `bypassed` their loss bypasses DDP."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    net = build(ctx)
+    model = DistributedDataParallel(net)
+    batch = torch.full((1, 1), ctx.rank + 1.0, device=ctx.device)
+    model(batch)
+    ctx.reached()
+    for step in range(2):
+        net.layer.weight.grad = None
+        loss = model.module.loss(batch) if bypassed else model(batch).sum()
+        loss.backward()
+        if step == 0:
+            assert abs(net.layer.weight.grad.item() - 1.5) < 1e-6, "the first step was not averaged"
+    compare(ctx, net.layer.weight.grad.item())
+
+
+def unfreeze(ctx: Context, *, before: bool) -> None:
+    """Unfreezes a layer before or after DDP wraps the model, then runs a backward with the inputs of `train`."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    ctx.init_process_group(timeout_s=10)
+    net = build(ctx)
+    frozen = net.layer
+    other = torch.nn.Linear(1, 1, bias=False, device=ctx.device)
+    torch.nn.init.ones_(other.weight)
+    net.layer = torch.nn.Sequential(frozen, other)
+    frozen.requires_grad_(before)
+    model = DistributedDataParallel(net)
+    ctx.reached()
+    frozen.requires_grad_(True)
+    model(torch.full((1, 1), ctx.rank + 1.0, device=ctx.device)).sum().backward()
+    compare(ctx, frozen.weight.grad.item())
 
 
 def extend(ctx: Context, *, before: bool) -> None:
@@ -213,6 +255,30 @@ probe = Probe(
             APART,
             "the loss comes from a method of the inner model",
             "the loss also includes a forward of DDP, which prepares the averaging",
+        ),
+        pair(
+            "forward-before",
+            partial(train_after_forward, bypassed=True),
+            partial(train_after_forward, bypassed=False),
+            APART,
+            "a forward of DDP without a backward prepares the averaging of only the first step that bypasses DDP",
+            "the loss of every step comes from the forward of DDP",
+        ),
+        pair(
+            "two-calls",
+            partial(train, way="module"),
+            partial(train, way="two calls"),
+            APART,
+            "the loss comes from a method of the inner model",
+            "two calls of the wrapper compute the losses of one backward",
+        ),
+        pair(
+            "unfrozen",
+            partial(unfreeze, before=False),
+            partial(unfreeze, before=True),
+            APART,
+            "a layer was frozen when DDP wrapped the model, so DDP does not average it after it is unfrozen",
+            "the layer is unfrozen before DDP wraps the model",
         ),
         pair(
             "added-layer",
