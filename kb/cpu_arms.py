@@ -44,6 +44,8 @@ def import_deepspeed() -> Any:
     Raises `Unavailable` if it cannot be imported: on import it looks for compilers and CUDA.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # Otherwise DeepSpeed counts the NUMA nodes, for which 0.15 needs the program numactl.
+    os.environ.setdefault("LOCAL_SIZE", "1")
     try:
         deepspeed: Any = importlib.import_module("deepspeed")
         for operator in list(deepspeed.ops.__compatible_ops__):
