@@ -200,14 +200,17 @@ def check(params: Mapping[str, Any]) -> Finding:
     except OSError as error:
         return unknown("kb cannot read %s: %s" % (root, error.strerror), advice=elsewhere)
     hidden = [folder for folder in folders(root) if not os.access(str(folder), os.R_OK | os.X_OK)]
+    unread = "kb cannot read %s" % ", ".join(map(str, hidden))
     if hidden and not locks:
-        return unknown("kb cannot read %s" % ", ".join(map(str, hidden)), advice="run this as its owner")
+        return unknown(unread, advice="run this as its owner")
     if not locks:
         other = "if the job builds in another folder, run kb verify stale-cache-lock --set cache=THAT_FOLDER"
         return clear("there is no lock file below %s; %s" % (root, other))
     holders = _holders(locks)
     message = [_describe(lock, holders[lock]) for lock in locks]
     stale = [lock for lock in locks if not holders[lock]]
+    if hidden and not stale:
+        return unknown(*message, unread, advice="run this as its owner")
     if not stale:
         return clear(*message, "a running process holds every lock, so a build is in progress")
     installed = release("torch")[:2]
