@@ -235,6 +235,53 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
     assert line["loss"] != line["loss"], line
 
 
+def attend(ctx: Context, *, by_hand: bool) -> None:
+    """Computes attention with a row that is masked completely, by hand or with torch's function."""
+    import torch
+    from torch.nn import functional as F  # noqa: N812
+
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 4, 8, requires_grad=True)
+    visible = torch.ones(4, 4, dtype=torch.bool)
+    visible[0] = False
+    ctx.reached()
+    if by_hand:
+        out = (x @ x.mT).masked_fill(~visible, float("-inf")).softmax(-1) @ x
+    else:
+        out = F.scaled_dot_product_attention(x, x, x, attn_mask=visible)
+    out.sum().backward()
+    assert x.grad is not None
+    raise_if_nan(x.grad)
+
+
+def count_labels(ctx: Context, *, select: str) -> None:
+    """Divides the sum of the losses by a count of 0; `select` says how the losses without a label are left out."""
+    import torch
+
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, requires_grad=True)
+    counted = torch.zeros(4, dtype=torch.bool)
+    losses = -logits.log_softmax(-1)[:, 0]
+    ctx.reached()
+    chosen = {
+        "multiply": lambda: losses * counted,
+        "index": lambda: losses[counted],
+        "fill": lambda: losses.masked_fill(~counted, 0.0),
+        "where": lambda: torch.where(counted, losses, torch.zeros_like(losses)),
+    }
+    for name in select.split():
+        logits.grad = None
+        loss = chosen[name]().sum() / counted.sum()
+        loss.backward(retain_graph=True)
+        assert loss.isnan() and logits.grad is not None
+        raise_if_nan(logits.grad)
+
+
+def raise_if_nan(gradient: Any) -> None:
+    if gradient.isnan().any():
+        raise Symptom(f"{int(gradient.isnan().sum())} of {gradient.numel()} numbers of the gradient are nan")
+
+
 BITS = {  # struct letter, and the bits of inf without a sign; larger values are NaN
     "float64": ("Q", 0x7FF0000000000000),
     "float32": ("I", 0x7F800000),
@@ -352,6 +399,7 @@ gloo = Experiment(
     expected_s=(0.3, 0.3),
 )
 
+NAN_GRADIENT = r"\d+ of \d+ numbers of the gradient are nan"
 BROKEN = r"the loss is nan in [1-9]\d* of \d+ steps, then %s of %s weights are nan"
 
 
@@ -439,6 +487,29 @@ variants = (
         HALF_ADAM,
         "the weights are float32",
         symptom(BROKEN % (r"\d+", 16)),
+        world_size=1,
+    ),
+    replace(
+        variant(
+            "sdpa-row",
+            attend,
+            {"by_hand": True},
+            {"by_hand": False},
+            "the code calls softmax on a row that is -inf everywhere",
+            "torch's scaled_dot_product_attention gives no NaN for that row",
+            symptom(NAN_GRADIENT),
+            world_size=1,
+        ),
+        needs=Needs(packages={"torch": ">=2.5"}),  # up to 2.4.1 the function returns NaN too
+    ),
+    variant(
+        "selected",
+        count_labels,
+        {"select": "multiply"},
+        {"select": "index fill where"},
+        "the losses are multiplied by a mask, so the gradient is infinity times 0",
+        "the losses are selected by index, masked_fill or where, so no NaN reaches the gradient",
+        symptom(NAN_GRADIENT),
         world_size=1,
     ),
     replace(
