@@ -117,6 +117,8 @@ def check(params: Mapping[str, Any]) -> Finding:
         "the request was %(tried).0f MiB; %(unallocated).0f MiB were reserved but unallocated, %(free).0f MiB free"
         % result
     )
+    if result["has_limit"] and result["unallocated"] < result["tried"]:
+        return unknown(message, "a memory fraction limits this process, so it may not use all of the free memory")
     together = result["unallocated"] + result["free"]
     if together < 0.8 * result["tried"]:
         return clear(message, "even in one piece the free memory would be too small, so fragmentation is not the cause")
@@ -146,15 +148,25 @@ def expandable_setting() -> str:
 
 
 def sizes(text: str) -> Optional[Dict[str, float]]:
-    """In MiB: the request, the GPU's capacity, its free memory, and what torch reserved but did not allocate."""
+    """In MiB: the request, the GPU's capacity, its free memory, and what torch reserved but did not allocate.
+
+    `has_limit` is 1 if a memory fraction limits the process.
+    """
     lines: List[Any] = sorted([*OLD.finditer(text), *NEW.finditer(text)], key=lambda match: match.start())
     if not lines or lines[-1].start() < text.rfind("out of memory. Allocation was preemptively rejected"):
         return None  # the last error is that of a memory fraction in torch 2.14, which has other numbers
     groups = lines[-1].groups()
+    has_limit = re.search(r"[KMGT]iB allowed; |bytes allowed; ", lines[-1].group()) is not None
     mib = [float(number) * UNITS[unit] for number, unit in zip(groups[::2], groups[1::2])]
     if lines[-1].re is OLD:
-        return {"tried": mib[0], "capacity": mib[1], "free": mib[3], "unallocated": mib[4] - mib[2]}
-    return {"tried": mib[0], "capacity": mib[1], "free": mib[2], "unallocated": mib[3]}
+        return {
+            "tried": mib[0],
+            "capacity": mib[1],
+            "free": mib[3],
+            "unallocated": mib[4] - mib[2],
+            "has_limit": has_limit,
+        }
+    return {"tried": mib[0], "capacity": mib[1], "free": mib[2], "unallocated": mib[3], "has_limit": has_limit}
 
 
 PIECES = "torch's caching allocator keeps segments that are partly in use, and the free piece of each is too small"
