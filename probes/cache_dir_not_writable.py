@@ -128,10 +128,14 @@ def check(_: Mapping[str, Any]) -> Finding:
     account = user_name()
     who = f"user {os.getuid()}: " + (account or f"no account, and none of {', '.join(USER_VARIABLES)} is set")
     home = f"HOME: {os.environ.get('HOME', 'not set')}"
+    if os.path.expanduser("~") == "~":
+        return exposed(who, home, "so Python knows no home", advice="set HOME in the job's environment")
     if closed:
         return exposed(who, home, *closed, advice="set HOME, or the variables of Fix 1, in the job's environment")
     if not account and release("torch") and release("torch")[:2] < FALLBACK_IN_TORCH:
         return exposed(who, home, advice="set USER, or update torch to 2.13 or newer")
+    if not account:
+        return unknown(who, home, "a library may ask for the user's name", advice="set USER in the job's environment")
     if shared:
         return unknown(
             who, home, *shared, "several nodes that write there at once can break a file", advice="use a local disk"
@@ -152,10 +156,11 @@ def caches() -> Dict[str, str]:
     home = os.path.expanduser("~")
     general = environ("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     triton = os.path.join(environ("TRITON_HOME") or home, ".triton", "cache")
+    inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name() or f'uid_{os.getuid()}'}")
     return {
         "TORCH_EXTENSIONS_DIR": environ("TORCH_EXTENSIONS_DIR") or os.path.join(general, "torch_extensions"),
         "TRITON_CACHE_DIR": environ("TRITON_CACHE_DIR") or triton,
-        "TORCHINDUCTOR_CACHE_DIR": environ("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(),
+        "TORCHINDUCTOR_CACHE_DIR": environ("TORCHINDUCTOR_CACHE_DIR") or inductor,
         "HF_HOME": environ("HF_HOME") or os.path.join(general, "huggingface"),
     }
 
