@@ -37,19 +37,33 @@ CACHE_VARIABLES = (
     "TRITON_CACHE_DIR",
     "TRITON_HOME",
     "HF_HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
     "HF_DATASETS_CACHE",
 )
+COMPILED = (
+    "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+)  # shared objects are loaded from there
 KEY = "00" * 32  # of a Triton kernel, in hexadecimal
 FALLBACK_IN_TORCH = (2, 13)
+TRITON_HOME_SINCE = (3, 2)
 
 
-def in_foreign_home(ctx: Context, use_cache: Callable[[], str], fix: Mapping[str, str], *, fixed: bool) -> None:
-    """Uses a cache in a home that belongs to another user. With `fixed`, the variables of the fix name folders."""
+def in_foreign_home(
+    ctx: Context, use_cache: Callable[[], str], fix: Mapping[str, str], image: Mapping[str, str], *, fixed: bool
+) -> None:
+    """Uses a cache in a home that belongs to another user. With `fixed`, the variables of the fix name folders.
+
+    `image` has the folders that the variables of the image name, in both arms.
+    """
     home = Path(ctx.path("home"))
     home.mkdir(mode=0o555)
     for name in CACHE_VARIABLES:
         os.environ.pop(name, None)
     os.environ["HOME"] = str(home)
+    os.environ.update({name: ctx.path(folder) for name, folder in image.items()})
     drop_capabilities(CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH)
     if fixed:
         os.environ.update({name: ctx.path(folder) for name, folder in fix.items()})
@@ -124,6 +138,8 @@ def check(_: Mapping[str, Any]) -> Finding:
     """Can this process write to its caches, and has its user a name?"""
     folders = caches()
     closed = [f"{name}: {path} cannot be written" for name, path in folders.items() if not is_writable(path)]
+    hub = hub_cache()
+    no_exec = [f"{name}: {path} is mounted noexec" for name in COMPILED if is_noexec(path := folders[name])]
     shared = [f"{name}: {path} is on {kind}" for name, path in folders.items() if (kind := network_disk(path))]
     account = user_name()
     who = f"user {os.getuid()}: " + (account or f"no account, and none of {', '.join(USER_VARIABLES)} is set")
@@ -136,6 +152,21 @@ def check(_: Mapping[str, Any]) -> Finding:
         return exposed(who, home, advice="set USER, or update torch to 2.13 or newer")
     if not account:
         return unknown(who, home, "a library may ask for the user's name", advice="set USER in the job's environment")
+    if not is_writable(hub):
+        return unknown(
+            who,
+            home,
+            f"HF_HUB_CACHE: {hub} cannot be written, which fails if a model is not complete there",
+            advice="point HF_HUB_CACHE to a folder that this user may write, unless all models are there",
+        )
+    if no_exec:
+        return unknown(
+            who,
+            home,
+            *no_exec,
+            "nothing that is compiled there can be loaded",
+            advice="use a disk that is mounted without noexec",
+        )
     if shared:
         return unknown(
             who, home, *shared, "several nodes that write there at once can break a file", advice="use a local disk"
@@ -155,22 +186,47 @@ def caches() -> Dict[str, str]:
     environ = os.environ.get
     home = os.path.expanduser("~")
     general = environ("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    triton = os.path.join(environ("TRITON_HOME") or home, ".triton", "cache")
+    reads_home = release("triton")[:2] >= TRITON_HOME_SINCE
+    triton = os.path.join((reads_home and environ("TRITON_HOME")) or home, ".triton", "cache")
     inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name() or f'uid_{os.getuid()}'}")
     return {
         "TORCH_EXTENSIONS_DIR": environ("TORCH_EXTENSIONS_DIR") or os.path.join(general, "torch_extensions"),
         "TRITON_CACHE_DIR": environ("TRITON_CACHE_DIR") or triton,
         "TORCHINDUCTOR_CACHE_DIR": environ("TORCHINDUCTOR_CACHE_DIR") or inductor,
-        "HF_HOME": environ("HF_HOME") or os.path.join(general, "huggingface"),
+        "HF_DATASETS_CACHE": environ("HF_DATASETS_CACHE") or os.path.join(hugging_face(), "datasets"),
     }
 
 
-def is_writable(path: str) -> bool:
-    """May this process write to a folder, or create it in the nearest one above that exists?"""
+def hugging_face() -> str:
+    general = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.environ.get("HF_HOME") or os.path.join(general, "huggingface")
+
+
+def hub_cache() -> str:
+    """Where models are; a folder that cannot be written serves if they are complete."""
+    environ = os.environ.get
+    return environ("HF_HUB_CACHE") or environ("HUGGINGFACE_HUB_CACHE") or os.path.join(hugging_face(), "hub")
+
+
+def nearest(path: str) -> str:
+    """The path, or the nearest folder above that exists. A link to nothing is in the way, so it counts."""
     folder = os.path.abspath(path)
-    while not os.path.exists(folder):
+    while not os.path.lexists(folder):
         folder = os.path.dirname(folder)
+    return folder
+
+
+def is_writable(path: str) -> bool:
+    """May this process write to a folder, or create it in the nearest one above?"""
+    folder = nearest(path)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def is_noexec(path: str) -> bool:
+    try:
+        return bool(os.statvfs(nearest(path)).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return False
 
 
 def network_disk(path: str) -> str:
@@ -204,11 +260,13 @@ def experiment(
     )
 
 
-def foreign_home(name: str, use_cache: Callable[[], str], fix: Dict[str, str], **changes: Any) -> Experiment:
+def foreign_home(
+    name: str, use_cache: Callable[[], str], fix: Dict[str, str], image: Optional[Dict[str, str]] = None, **changes: Any
+) -> Experiment:
     variables: List[str] = list(fix)
     return experiment(
         name,
-        partial(in_foreign_home, use_cache=use_cache, fix=fix),
+        partial(in_foreign_home, use_cache=use_cache, fix=fix, image=image or {}),
         "fixed",
         raised(r"PermissionError: \[Errno 13\] Permission denied: '\S+/home/\.(cache|triton)"),
         ("the home belongs to another user", f"{variables[0]} names a folder that this user may write"),
@@ -230,6 +288,14 @@ probe = Probe(
             "datasets",
             load_rows,
             {"XDG_CACHE_HOME": "cache"},
+            needs=Needs(packages={"datasets": ">=2.14"}),
+            deadline_s=60,
+        ),
+        foreign_home(
+            "image",
+            load_rows,
+            {"HF_HOME": "cache/huggingface"},
+            {"HF_HOME": "home/.cache/huggingface", "XDG_CACHE_HOME": "cache"},
             needs=Needs(packages={"datasets": ">=2.14"}),
             deadline_s=60,
         ),
