@@ -154,8 +154,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     if tokenizer is None:
         return unknown(f"kb cannot read a tokenizer_config.json in {folder}", advice="print(tokenizer.pad_token)")
     special, fast = (read_object(folder / file) or {} for file in ("special_tokens_map.json", "tokenizer.json"))
-    name = content(tokenizer.get("pad_token")) or content(special.get("pad_token"))
+    name = content(tokenizer.get("pad_token"))
+    elsewhere = "" if name else content(special.get("pad_token"))
     kind = str(tokenizer.get("tokenizer_class"))
+    if elsewhere:
+        where = f"only special_tokens_map.json names a pad_token, {elsewhere!r}"
+        ignored = "some releases of transformers do not read it when tokenizer_config.json lists the added tokens"
+        return unknown(where, ignored, advice="print(tokenizer.pad_token)")
     if not name:
         missing = f"tokenizer_config.json names no pad_token, and its tokenizer_class is {kind}"
         no_default = fast and not fast.get("padding") and not tokenizer.get("auto_map")
@@ -187,6 +192,10 @@ def check(params: Mapping[str, Any]) -> Finding:
     if name == (content(tokenizer.get("eos_token")) or content(special.get("eos_token"))):
         also_eos = "it is also the EOS token, which is harmful if code finds labels or the last token by its id"
         return unknown(of_tokenizer, of_model, also_eos)
+    ends = (text if isinstance(text, dict) else config).get("eos_token_id")
+    if number == ends or (isinstance(ends, list) and number in ends):
+        also_end = f"config.json has eos_token_id {ends}, so generation ends with the pad token too"
+        return unknown(of_tokenizer, of_model, also_end)
     return clear(of_tokenizer, of_model)
 
 
