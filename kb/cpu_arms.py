@@ -1,4 +1,4 @@
-"""Helpers for jobs of CPU arms: a limit that stands in for GPU memory, shared tensors, DeepSpeed, pip.
+"""Helpers for jobs of CPU arms: a limit that stands in for GPU memory, one process, shared tensors, DeepSpeed, pip.
 
 Runs in the reader's training interpreter: standard library and Python 3.9, and DeepSpeed if a job asks for it.
 """
@@ -19,6 +19,7 @@ M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # from malloc.h
 LONGEST_TMPDIR = 70  # bytes: 107 minus the 34 of the name below, and some to spare
 OWN_MAPPING = 1 << 20  # bytes; larger blocks are mapped one by one
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 LIMITED_ADDRESS_SPACE = "the memory of a GPU; here the address space of the process is limited (RLIMIT_AS)"
 HOST_OOM = raised(r"DefaultCPUAllocator: can't allocate memory")
 GPU_OOM = raised(r"out of memory\. Tried to allocate")
@@ -36,6 +37,12 @@ def limit_address_space(room: int) -> None:
     with open("/proc/self/statm") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + room
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def without_launcher() -> None:
+    """Remove the variables of kb's launcher: with them, libraries start a process group or wait for other ranks."""
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
 
 
 def import_deepspeed() -> Any:

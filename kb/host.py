@@ -1,4 +1,4 @@
-"""What the checks of several probes read from a host: files, ranks, CPU quota, mounts, GPU compute capabilities.
+"""What the checks of several probes read from a host: files, ranks, CPU quota, mounts, folders, GPU capabilities.
 
 Runs in the reader's training interpreter: standard library and Python 3.9 only. Nothing here raises; what cannot be
 read is left out, and the check says `unknown`.
@@ -6,12 +6,17 @@ read is left out, and the check says `unknown`.
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import subprocess
+import tempfile
 from pathlib import Path
-from typing import List, NamedTuple, Optional, Tuple, Union  # works on Python 3.9
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union  # works on Python 3.9
 
+from kb.packages import release
+
+TRITON_HOME_SINCE = (3, 2)
 NVIDIA_SMI_S = 0.8  # a check has one second
 CONTROLLERS = ("", "cpu", "cpu,cpuacct")  # below /sys/fs/cgroup: version 2, then version 1 under its usual names
 
@@ -110,6 +115,50 @@ def mount_of(path: str, root: Path = Path("/")) -> Mount:
         if point and real.startswith(point) and len(point) >= len(longest):
             longest, found = point, Mount(right[0], right[1])
     return found
+
+
+def nearest(path: str) -> str:
+    """The path, or the nearest folder above that exists. A link to nothing is in the way, so it counts as existing."""
+    folder = os.path.abspath(path)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    return folder
+
+
+def is_writable(path: str) -> bool:
+    """Whether this process may write to a folder, or create it in the nearest one above."""
+    folder = nearest(path)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def is_noexec(path: str) -> bool:
+    """Whether the mount of a folder forbids execution; a folder yet to be made will be on its parent's mount."""
+    try:
+        return bool(os.statvfs(nearest(path)).f_flag & os.ST_NOEXEC)
+    except OSError:
+        return False
+
+
+def compiler_caches() -> Dict[str, str]:
+    """Where Triton and the inductor store the libraries that they build and load, by the variable that moves them.
+
+    Triton reads TRITON_HOME since 3.2 (`triton/knobs.py`, before `triton/runtime/cache.py`).
+    """
+    environ = os.environ.get
+    home = (release("triton")[:2] >= TRITON_HOME_SINCE and environ("TRITON_HOME")) or os.path.expanduser("~")
+    inductor = os.path.join(tempfile.gettempdir(), "torchinductor_" + (user_name() or "uid_%d" % os.getuid()))
+    return {
+        "TRITON_CACHE_DIR": environ("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": environ("TORCHINDUCTOR_CACHE_DIR") or inductor,
+    }
+
+
+def user_name() -> str:
+    """The name that getpass finds; "" if the user has no account and no variable names it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # KeyError before Python 3.13
+        return ""
 
 
 def compute_capabilities(given: str = "") -> List[Tuple[int, int]]:

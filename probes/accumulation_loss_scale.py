@@ -8,6 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.packages import numbers, version
 from kb.probe import (
     Arm,
@@ -169,8 +170,7 @@ def step(ctx: Context, *, divides: str) -> None:
 
 def join(ctx: Context) -> None:
     """Sets the variables that accelerate and the Trainer read; with one rank they would wait for other processes."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    without_launcher()
     if ctx.world_size > 1:
         rank, size = str(ctx.rank), str(ctx.world_size)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)

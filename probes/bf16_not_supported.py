@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 from functools import partial
 from typing import Any, Dict, Mapping
 
+from kb.cpu_arms import without_launcher
 from kb.host import compute_capabilities
 from kb.probe import (
     Arm,
@@ -44,8 +44,7 @@ def configure(ctx: Context, *, library: str, name: str, options: Dict[str, Any])
     import torch
 
     assert not torch.cuda.is_available()
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(variable, None)  # the job is one process, started without a launcher
+    without_launcher()
     arguments_class: Any = getattr(importlib.import_module(library), name)
     ctx.reached()
     arguments = arguments_class(output_dir=ctx.path("out"), report_to="none", **options)

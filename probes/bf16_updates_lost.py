@@ -6,7 +6,7 @@ import os
 from functools import partial
 from typing import Any, Callable
 
-from kb.cpu_arms import import_deepspeed
+from kb.cpu_arms import import_deepspeed, without_launcher
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
 SIDE, STEPS, MICRO_BATCHES = 64, 20, 512
@@ -173,8 +173,7 @@ def use_trainer(ctx: Context, *, dtype: str) -> None:
     """Runs the Trainer of transformers with bf16=True, which enables autocast and leaves the weights in `dtype`."""
     import torch
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    without_launcher()
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     class Loss(torch.nn.Sequential):  # type: ignore[misc]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, Unavailable, completed, raised, symptom
 
 
@@ -130,8 +130,7 @@ def train(ctx: Context, *, way: str) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # type: ignore
 
     numbers()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process without a launcher
+    without_launcher()
     sizes = {"hidden_size": 16, "intermediate_size": 16, "vocab_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, **sizes)).bfloat16()
     seen = []

@@ -7,9 +7,9 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
-from kb.host import mount_of
+from kb.host import compiler_caches, is_noexec, is_writable, mount_of, user_name
 from kb.namespaces import drop_capabilities, own_user
 from kb.packages import release
 from kb.probe import (
@@ -41,14 +41,10 @@ CACHE_VARIABLES = (
     "HUGGINGFACE_HUB_CACHE",
     "HF_DATASETS_CACHE",
 )
-COMPILED = (
-    "TORCH_EXTENSIONS_DIR",
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-)  # shared objects are loaded from there
+# Libraries that were built are loaded from these.
+COMPILED = ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 KEY = "00" * 32  # of a Triton kernel, in hexadecimal
 FALLBACK_IN_TORCH = (2, 13)
-TRITON_HOME_SINCE = (3, 2)
 
 
 def in_foreign_home(
@@ -184,22 +180,19 @@ def check(_: Mapping[str, Any]) -> Finding:
 def caches() -> Dict[str, str]:
     """Where torch, Triton and Hugging Face libraries of this process write, by variable."""
     environ = os.environ.get
-    home = os.path.expanduser("~")
-    general = environ("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    reads_home = release("triton")[:2] >= TRITON_HOME_SINCE
-    triton = os.path.join((reads_home and environ("TRITON_HOME")) or home, ".triton", "cache")
-    inductor = os.path.join(tempfile.gettempdir(), f"torchinductor_{user_name() or f'uid_{os.getuid()}'}")
     return {
-        "TORCH_EXTENSIONS_DIR": environ("TORCH_EXTENSIONS_DIR") or os.path.join(general, "torch_extensions"),
-        "TRITON_CACHE_DIR": environ("TRITON_CACHE_DIR") or triton,
-        "TORCHINDUCTOR_CACHE_DIR": environ("TORCHINDUCTOR_CACHE_DIR") or inductor,
+        "TORCH_EXTENSIONS_DIR": environ("TORCH_EXTENSIONS_DIR") or os.path.join(user_cache(), "torch_extensions"),
+        **compiler_caches(),
         "HF_DATASETS_CACHE": environ("HF_DATASETS_CACHE") or os.path.join(hugging_face(), "datasets"),
     }
 
 
+def user_cache() -> str:
+    return os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+
+
 def hugging_face() -> str:
-    general = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.environ.get("HF_HOME") or os.path.join(general, "huggingface")
+    return os.environ.get("HF_HOME") or os.path.join(user_cache(), "huggingface")
 
 
 def hub_cache() -> str:
@@ -208,39 +201,10 @@ def hub_cache() -> str:
     return environ("HF_HUB_CACHE") or environ("HUGGINGFACE_HUB_CACHE") or os.path.join(hugging_face(), "hub")
 
 
-def nearest(path: str) -> str:
-    """The path, or the nearest folder above that exists. A link to nothing is in the way, so it counts."""
-    folder = os.path.abspath(path)
-    while not os.path.lexists(folder):
-        folder = os.path.dirname(folder)
-    return folder
-
-
-def is_writable(path: str) -> bool:
-    """May this process write to a folder, or create it in the nearest one above?"""
-    folder = nearest(path)
-    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
-
-
-def is_noexec(path: str) -> bool:
-    try:
-        return bool(os.statvfs(nearest(path)).f_flag & os.ST_NOEXEC)
-    except OSError:
-        return False
-
-
 def network_disk(path: str) -> str:
     """The kind of file system of a path if several nodes share it, such as nfs4; "" otherwise."""
     kind = mount_of(os.path.abspath(path)).kind
     return kind if kind.startswith(("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse.")) else ""
-
-
-def user_name() -> Optional[str]:
-    """The name that getpass finds; None if the user has no account and no variable names it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # KeyError before Python 3.13
-        return None
 
 
 def experiment(
@@ -263,13 +227,12 @@ def experiment(
 def foreign_home(
     name: str, use_cache: Callable[[], str], fix: Dict[str, str], image: Optional[Dict[str, str]] = None, **changes: Any
 ) -> Experiment:
-    variables: List[str] = list(fix)
     return experiment(
         name,
         partial(in_foreign_home, use_cache=use_cache, fix=fix, image=image or {}),
         "fixed",
         raised(r"PermissionError: \[Errno 13\] Permission denied: '\S+/home/\.(cache|triton)"),
-        ("the home belongs to another user", f"{variables[0]} names a folder that this user may write"),
+        ("the home belongs to another user", f"{next(iter(fix))} names a folder that this user may write"),
         **{"needs": Needs(), **changes},
     )
 

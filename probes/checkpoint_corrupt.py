@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -126,8 +127,7 @@ def resume_newest(ctx: Context, *, moves_torn: bool, **options: Any) -> None:
 
 def resume_by_number(ctx: Context, *, moves_out: bool) -> None:
     """accelerate's automatic naming resumes from the highest number; the torn folder is renamed, or moved out."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, accelerate would wait for other ranks
-        os.environ.pop(variable, None)
+    without_launcher()
     accelerate: Any = importlib.import_module("accelerate")
     utils: Any = importlib.import_module("accelerate.utils")
     import torch

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Sequence, Tuple
 
-from kb.cpu_arms import pip_in
+from kb.cpu_arms import pip_in, without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -127,8 +127,7 @@ def unwrap(ctx: Context, *, companion_fits: bool) -> None:
     accelerator_class = importlib.import_module("accelerate").Accelerator
     transformers = importlib.import_module("transformers")
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)  # one process, without torchrun
+    without_launcher()
 
     class Model(torch.nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:

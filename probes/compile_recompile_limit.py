@@ -7,6 +7,7 @@ import os
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.packages import release, version
 from kb.probe import (
     Arm,
@@ -216,8 +217,7 @@ def accelerated(ctx: Context, *, argument: str) -> None:
     command += ["--mixed_precision=no", "--dynamo_backend=eager", *argument.split(), "train.py"]
     _, environment = prepare_simple_launcher_cmd_env(launch_command_parser().parse_args(command))
     os.environ.update({name: text for name, text in environment.items() if name.startswith("ACCELERATE_DYNAMO_")})
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # a job of one process, without DDP
-        os.environ.pop(name, None)
+    without_launcher()
     compiler = Compiler()
     model = Accelerator(cpu=True).prepare(torch.nn.Linear(2, 2))
     ctx.reached()

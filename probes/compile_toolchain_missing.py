@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
+from kb.host import compiler_caches, is_noexec
 from kb.packages import release, version
 from kb.probe import (
     Arm,
@@ -197,7 +197,7 @@ def check(_: Mapping[str, Any]) -> Finding:
     if "-std=c++20" in cxx_text and not (2,) < release("torch")[:2] <= (2, 11):
         message = "the inductor of torch up to 2.11 compiles C++17, that of newer releases C++20"
         return unknown(*evidence, message, advice="set CXX to a newer g++, release 10 or later")
-    noexec = [folder for folder in cache_folders() if is_noexec(folder)]
+    noexec = [folder for folder in compiler_caches().values() if is_noexec(folder)]
     if noexec:
         return exposed(
             *evidence,
@@ -252,21 +252,6 @@ def run(command: List[str], text: str = "") -> Any:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def cache_folders() -> List[str]:
-    """The folders in which Triton and the inductor store the libraries that they build and load."""
-    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
-    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
-    return [triton, os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()]
-
-
-def is_noexec(folder: str) -> bool:
-    """Whether the mount forbids execution; a folder that does not exist yet will have the flags of its parent."""
-    for parent in (Path(folder).absolute(), *Path(folder).absolute().parents):
-        if parent.is_dir():
-            return bool(os.statvfs(parent).f_flag & os.ST_NOEXEC)
-    return False
 
 
 def driver_folders() -> List[str]:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, List, Mapping, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.packages import release
 from kb.probe import (
     Arm,
@@ -58,8 +59,7 @@ def simulate_cards(ctx: Context, driver: str, variables: Mapping[str, str]) -> N
     program.chmod(0o755)
     for name in BOTH:
         os.environ.pop(name, None)
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)  # one process, because accelerate refuses any number of them
+    without_launcher()
     os.environ.update({"PATH": f"{folder}:{os.environ['PATH']}", "ACCELERATE_TORCH_DEVICE": "cuda", **variables})
 
 

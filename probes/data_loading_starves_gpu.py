@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.host import cpu_quota, ranks_here
 from kb.probe import (
     Arm,
@@ -150,8 +151,7 @@ def judge(ctx: Context, rounds: List[Tuple[float, float]], slow: float = SLOW) -
 
 def trainer(ctx: Context, *, dataloader_num_workers: int) -> None:
     """The Trainer of transformers uses no workers by default; compares a whole step with its `training_step`."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process without a launcher
+    without_launcher()
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Dict, Iterator, List, Mapping, Tuple
 from unittest.mock import patch
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -174,8 +175,7 @@ def train_with_trainer(ctx: Context, model: Any, *, visible: int) -> Any:
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # like python train.py, without a launcher
+    without_launcher()
     options = {"use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "max_steps": 2}
     arguments = TrainingArguments(ctx.path("out"), per_device_train_batch_size=4, **options)
     assert arguments.device.type == "cpu"  # reading it also counts the GPUs

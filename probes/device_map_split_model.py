@@ -4,6 +4,7 @@ import os
 from functools import partial
 from typing import Any, Callable
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 REFUSED = r"You can't train a model that has been loaded with `device_map='auto'` in any distributed mode"
@@ -75,8 +76,7 @@ def prepare_alone(ctx: Context, *, under_torchrun: bool = False, last: str = "cp
         ctx.init_process_group(timeout_s=20)
         set_launcher_variables(ctx, 1)
     else:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-            os.environ.pop(name, None)
+        without_launcher()
     model = load(ctx, {"0": "cpu", "1": last})
     ctx.reached()
     train(model)

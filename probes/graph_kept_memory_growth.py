@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 from typing import Any, Callable, List
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
 STEPS = 20
@@ -121,11 +122,9 @@ def circle(model: Any, batch: Any, kept: List[Any], *, collected: bool) -> None:
 
 def log(model: Any, batch: Any, kept: List[Any], *, as_number: bool) -> None:
     """Logs a term with Trainer.log of transformers."""
-    import os
     import tempfile
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # with these, the Trainer waits for other ranks
-        os.environ.pop(name, None)
+    without_launcher()
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     if not kept:

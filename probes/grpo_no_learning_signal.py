@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import os
 from functools import partial, wraps
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -115,8 +115,7 @@ def train(ctx: Context, *, reward: str = "graded", minimum: Optional[int] = None
     """TRL's GRPOTrainer makes three steps with one group of eight and a model of 16 words."""
     import torch
 
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # one process, without a launcher
-        os.environ.pop(variable, None)
+    without_launcher()
     trl: Any = importlib.import_module("trl")
     rows = importlib.import_module("datasets").Dataset.from_dict({"prompt": ["a b c"] * 8})
     model, tokenizer = model_of_16()

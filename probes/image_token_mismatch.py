@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Callable, Dict, Iterator, List, Mapping
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -143,8 +143,7 @@ def stream(ctx: Context, *, dispatches: bool) -> None:
         input_ids = torch.tensor(samples)
         return {"input_ids": input_ids, "labels": input_ids, "pixel_values": torch.randn(2 * len(samples), 3, 8, 8)}
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process without a launcher
+    without_launcher()
     output_dir = ctx.path("out")
     options = {"max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}
     if dispatches:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kb.cpu_arms import import_deepspeed
+from kb.cpu_arms import import_deepspeed, without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Unavailable, completed, raised
 
 
@@ -180,8 +179,7 @@ def fit(ctx: Context, *, inference_mode: bool) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process without a launcher
+    without_launcher()
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", **quiet}
     loader = torch.utils.data.DataLoader(torch.ones(4, 4), batch_size=2)

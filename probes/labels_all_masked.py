@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from importlib import import_module
 from typing import Any, Callable, Dict, List, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
 PROMPT, ANSWER = [3, 4, 5, 6] * 6, [7, 1]  # 24 and 2 tokens of 8; the last one ends the answer
@@ -58,17 +58,11 @@ def train(ctx: Context, *, length: int, truncate: Callable[..., Dict[str, List[i
     assert labelled == 8 and losses[-1] < losses[0] and changed == 3, (labelled, losses, changed)
 
 
-def single_process() -> None:
-    """Hides the variables of kb's launcher, so that the Trainer does not start a process group."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-
-
 def train_with_trainer(ctx: Context, *, length: int) -> None:
     """The same in the Trainer of transformers, whose log shows 0.0 for the NaN of the loss."""
     import torch
 
-    single_process()
+    without_launcher()
     hf: Any = import_module("transformers")
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=8, max_position_embeddings=64, **SIZES))
@@ -142,7 +136,7 @@ def train_with_trl(ctx: Context, *, length: int, **options: Any) -> None:
     """Prompts and completions in TRL's SFTTrainer. Raises Symptom if no sample is left or none has a label."""
     import torch
 
-    single_process()
+    without_launcher()
     hf, trl = import_module("transformers"), import_module("trl")
     torch.manual_seed(0)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=len(WORDS), max_position_embeddings=64, **SIZES))

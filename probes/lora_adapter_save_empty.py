@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Mapping, Optional, Sequence, Tuple
 
 from kb.checkpoint import Checkpoint, Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -183,8 +184,7 @@ def rename_file(ctx: Context, *, renames: bool) -> None:
 
 
 def libraries() -> Tuple[Any, Any]:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, accelerate would wait for other ranks
-        os.environ.pop(name, None)
+    without_launcher()
     return importlib.import_module("peft"), importlib.import_module("accelerate").Accelerator(cpu=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import struct
 import time
 import zipfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     GLOO_TIMEOUT,
     Arm,
@@ -207,8 +207,7 @@ def log_with_trainer(ctx: Context, *, filtered: bool) -> None:
     """Runs the Hugging Face Trainer on a model whose loss is always NaN, and reads what it logs."""
     import torch
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # with them, accelerate requires MASTER_ADDR
+    without_launcher()
     hf: Any = importlib.import_module("transformers")
 
     class Model(torch.nn.Module):  # type: ignore[misc]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any, Callable, Dict, Mapping
 
-from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_space
+from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_space, without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -148,8 +147,7 @@ def train_llama(ctx: Context, *, checkpointed: bool) -> None:
     import torch
     from transformers import LlamaConfig, LlamaModel  # type: ignore[import-not-found]
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, which needs no rendezvous
+    without_launcher()
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=LAYERS, num_attention_heads=4, vocab_size=64
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 
-from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_space
+from kb.cpu_arms import GPU_OOM, HOST_OOM, LIMITED_ADDRESS_SPACE, limit_address_space, without_launcher
 from kb.probe import Arm, Context, Experiment, Finding, Needs, Param, Probe, completed, exposed, unknown
 from kb.training_config import UnreadableConfig, read_config
 
@@ -117,8 +116,7 @@ def trainer_evaluate(ctx: Context, *, fixed: bool) -> None:
             logits = self.head(self.embed(input_ids))
             return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, which must not wait for others
+    without_launcher()
     row = {"input_ids": [1] * 64, "labels": [2] * 64}
     trainer = Trainer(
         Model(),

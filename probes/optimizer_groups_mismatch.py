@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any, Callable, Dict, List, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 SIZE = raised(r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group")
@@ -160,8 +160,7 @@ def resume_order(ctx: Context, *, same: bool) -> None:
 
 def resume_trainer(ctx: Context, *, frozen_first: bool) -> None:
     """transformers' Trainer resumes from its own checkpoint."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process, and no launcher
+    without_launcher()
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 

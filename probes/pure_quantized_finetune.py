@@ -1,9 +1,9 @@
 """Full fine-tuning of a quantized model fails: packed weights cannot have a gradient, and the Trainer refuses them."""
 
-import os
 from functools import partial
 from typing import Any, Callable, Dict, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 INTEGERS = r"[oO]nly Tensors of floating point (and complex )?dtype can require gradients"
@@ -84,8 +84,7 @@ def make_trainer(ctx: Context, model: Any) -> Any:
     import torch
     from transformers import Trainer, TrainingArguments
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)  # one process without a launcher
+    without_launcher()
     data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
     options: Dict[str, Any] = {"max_steps": 3, "learning_rate": 0.1, "save_strategy": "no", "report_to": []}
     arguments = TrainingArguments(ctx.path("out"), use_cpu=True, disable_tqdm=True, **options)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.host import ranks_here
 from kb.probe import (
     Arm,
@@ -99,8 +100,7 @@ def load(
     if trains:
         from accelerate import Accelerator  # type: ignore[import-not-found]
 
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)  # one process without a launcher
+        without_launcher()
         Accelerator(cpu=device == "cpu").prepare_model(model)
     weight = model.model.layers[-1].self_attn.q_proj.weight
     assert weight.dtype == torch.uint8 and weight.device.type == ctx.device.type, weight.device

@@ -4,6 +4,7 @@ import os
 from functools import partial
 from typing import Any, Callable, Mapping
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 OTHER_DEVICE = (
@@ -37,8 +38,7 @@ def prepare_alone(ctx: Context, *, on_first: bool) -> None:
     import torch
     from accelerate import Accelerator
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    without_launcher()
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cuda"
     model = torch.nn.Linear(4, 4)
     model.is_loaded_in_4bit = True

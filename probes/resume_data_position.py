@@ -1,6 +1,5 @@
 """A checkpoint holds no position in the data: the resume must find it in the same order, without reading samples."""
 
-import os
 import random
 import time
 from collections import Counter
@@ -9,6 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, symptom
 
 SAMPLES, BATCH, DONE, SEED = 16, 2, 2, 7  # the run stops in epoch 1, after DONE batches
@@ -166,15 +166,9 @@ def stream(ctx: Context, *, seek: bool) -> None:
         raise Symptom(f"{source.reads} samples were read for the first batch behind the resume")
 
 
-def remove_launcher_variables() -> None:
-    """With the variables of a launcher, the libraries would wait for other ranks."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-
-
 def train(ctx: Context, dataset: Any, seen: list[int], resumed: str = "", **options: Any) -> None:
     """The Trainer; the model appends the ids of its samples to `seen`."""
-    remove_launcher_variables()
+    without_launcher()
     import torch
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
@@ -231,7 +225,7 @@ def trainer_stream(ctx: Context, *, seek: bool = True, leave: bool = True, rewin
 
 def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) -> None:
     """accelerate stops in epoch 1, loads its state, skips batches and reads the rest of the epoch."""
-    remove_launcher_variables()
+    without_launcher()
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]
@@ -262,7 +256,7 @@ def prepared(ctx: Context, *, seedable: bool = True, with_epoch: bool = True) ->
 
 def lightning(ctx: Context, *, at_end: bool) -> None:
     """A run of three epochs stops in the second one; the resume begins in mid-epoch or at the end of the first."""
-    remove_launcher_variables()
+    without_launcher()
     import torch
     from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
     from lightning.pytorch.callbacks import ModelCheckpoint  # type: ignore[import-not-found]

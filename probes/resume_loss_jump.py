@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any, Callable, Dict, List, Mapping, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -342,8 +343,7 @@ def use_trainer(ctx: Context, *, passed_to_train: bool) -> None:
     """Runs the Trainer of transformers on the CPU for four steps, then to step eight from checkpoint-4."""
     import torch
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, the Trainer would wait for other ranks
-        os.environ.pop(name, None)
+    without_launcher()
     from transformers import Trainer, TrainingArguments  # type: ignore[import-not-found]
 
     class Net(torch.nn.Module):  # type: ignore[misc]
@@ -384,8 +384,7 @@ def use_accelerate(ctx: Context, *, prepared_first: bool) -> None:
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these set, accelerate would wait for other ranks
-        os.environ.pop(name, None)
+    without_launcher()
     accelerator = Accelerator(cpu=True)
     model = build()
     optimizer = make_optimizer(model)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -62,8 +63,7 @@ def restart_elsewhere(ctx: Context, *, is_absolute: bool) -> None:
 def build_trainer(output_dir: str, until: int = STEPS, **options: Any) -> Tuple[Any, List[int]]:
     """A Trainer on the CPU that stops after step `until`, and the list to which it appends its steps."""
     if "MASTER_ADDR" not in os.environ:  # the job is one process, without a launcher
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
+        without_launcher()
     import torch
     from transformers import Trainer, TrainerCallback, TrainingArguments  # type: ignore[import-not-found]
 

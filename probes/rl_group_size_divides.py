@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Dict, Mapping, Optional, Tuple
 from unittest.mock import PropertyMock, patch
 
+from kb.cpu_arms import without_launcher
 from kb.packages import numbers as numbers_of
 from kb.packages import version
 from kb.probe import (
@@ -61,8 +62,7 @@ def configure(
     eval_batch: Optional[int] = None,
 ) -> None:
     """Creates a real GRPOConfig, which sees `processes` as the number of training processes."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(variable, None)
+    without_launcher()
     hf: Any = importlib.import_module("transformers")
     trl: Any = importlib.import_module("trl")
     evaluation: Dict[str, Any] = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 from functools import partial
 from typing import Any, Dict, List, Mapping, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -197,8 +197,7 @@ def build_llama(hf: Any) -> Tuple[Any, Any]:
 
 def train_grpo(ctx: Context, *, top_p: float = 1.0, lora_dropout: float = 0.0, disable_dropout: bool = True) -> None:
     """Runs one step of TRL's GRPOTrainer, with generate() of transformers instead of vLLM, and reads its metrics."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(variable, None)
+    without_launcher()
     import torch
 
     hf: Any = importlib.import_module("transformers")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Callable
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
 SAMPLES, BATCH, EPOCHS = 16, 2, 3
@@ -172,8 +172,7 @@ def prepare(ctx: Context, **options: Any) -> Any:
     if ctx.world_size > 1:
         ctx.init_process_group(timeout_s=15)
     else:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
+        without_launcher()
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from accelerate.utils import DataLoaderConfiguration  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader
@@ -234,8 +233,7 @@ def hidden(ctx: Context, *, forwards: bool) -> None:
 
 def lightning(ctx: Context, *, hook: bool) -> None:
     """Runs Lightning's Trainer with a custom batch sampler that has set_epoch."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    without_launcher()
     from lightning.pytorch import LightningModule, Trainer  # type: ignore[import-not-found]
     from torch.utils.data import DataLoader
 

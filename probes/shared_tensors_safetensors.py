@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.checkpoint import Unreadable, read_checkpoint
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -174,8 +175,7 @@ def save_accelerate(ctx: Context, *, as_file: bool) -> None:
     library: Any = importlib.import_module("safetensors.torch")
     buffer = torch.arange(16.0).reshape(4, 4)
     model = nn.ParameterDict({"q_proj": nn.Parameter(buffer[:2]), "k_proj": nn.Parameter(buffer[2:])})
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # with these, accelerate would wait for other ranks
-        os.environ.pop(name, None)
+    without_launcher()
     accelerator = accelerate.Accelerator(cpu=True)
     path = ctx.path("model.safetensors")
     save_file: Any = library.save_file

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Callable, Iterator, List, Mapping
 from unittest.mock import patch
 
+from kb.cpu_arms import without_launcher
 from kb.probe import (
     Arm,
     Context,
@@ -131,8 +132,7 @@ def resume(ctx: Context, *, from_weights: bool) -> None:
     import torch
     from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)  # there is no launcher
+    without_launcher()
     rows = [{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "labels": 0}]
     settings: Any = {"per_device_train_batch_size": 1, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
     arguments = TrainingArguments(ctx.path("out"), max_steps=1, save_steps=1, **settings)

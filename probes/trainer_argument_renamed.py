@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import os
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
+from kb.cpu_arms import without_launcher
 from kb.packages import version
 from kb.probe import (
     Arm,
@@ -64,8 +64,7 @@ LENGTH = 2048  # tokens
 
 def import_library(name: str) -> Any:
     """Imports a package without a launcher's variables, for which TrainingArguments would start a process group."""
-    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(variable, None)
+    without_launcher()
     return importlib.import_module(name)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
 from functools import partial
 from importlib import import_module
 from typing import Any
 
+from kb.cpu_arms import without_launcher
 from kb.probe import Arm, Context, Experiment, Needs, Probe, Symptom, completed, symptom
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -180,8 +180,7 @@ FORMS = {
 
 def train_forms(ctx: Context, *, fixed: bool) -> None:
     """Runs each form of the incident; raises `Symptom` with the messages of all forms that fail."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # one process without a launcher
-        os.environ.pop(name, None)
+    without_launcher()
     ctx.reached()
     failures = []
     for form in FORMS:
