@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from kb.namespaces import own_user, tmpfs_over
+from kb.nccl import nccl_release, nccl_setting
 from kb.probe import (
     Arm,
     Context,
@@ -34,6 +37,7 @@ from kb.probe import (
 SEGMENT = 9637888  # bytes of the buffers of one connection, as NCCL's messages name them
 DOCKERS_MIB, ENOUGH_MIB = 64, 1024
 QUEUE_MIB = 33  # for the proxy of one rank in each communicator that uses the network, since NCCL 2.28
+CUMEM_HOST = (2, 24)  # the first release that prefers pinned memory of CUDA to files in /dev/shm
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
@@ -105,6 +109,39 @@ def connect_beside_leftovers(ctx: Context, *, removed: bool) -> None:
     reserve(4, DOCKERS_MIB)
 
 
+def connect_beside_holder(ctx: Context, *, ended: bool) -> None:
+    """A process of an earlier job still maps deleted segments: `ls` shows no file, but the space is taken."""
+    own_dev_shm(DOCKERS_MIB)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(4 * SEGMENT)], stdout=subprocess.PIPE)
+    assert holder.stdout and holder.stdout.readline() and not list(Path("/dev/shm").iterdir())
+    ctx.reached()
+    try:
+        if ended:
+            search = "grep -l '/dev/shm/.*(deleted)' /proc/[0-9]*/maps"
+            result = subprocess.run(search, shell=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            assert f"/proc/{holder.pid}/maps" in result.stdout.split(), result.stdout
+            end(holder)
+        reserve(4, DOCKERS_MIB)
+    finally:
+        end(holder)
+
+
+def end(process: Any) -> None:
+    process.kill()
+    process.wait()
+
+
+HOLDER = """
+import mmap, os, sys, tempfile, time
+handle, path = tempfile.mkstemp(prefix="nccl-", dir="/dev/shm")
+os.posix_fallocate(handle, 0, int(sys.argv[1]))
+segment = mmap.mmap(handle, int(sys.argv[1]))
+os.unlink(path)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
 def connect_after_remount(ctx: Context, *, remounted: bool) -> None:
     """Gives the same /dev/shm a larger size, inside a running container."""
     own_dev_shm(DOCKERS_MIB)
@@ -165,10 +202,23 @@ def check(params: Mapping[str, Any]) -> Finding:
     if free < needed and not distances and free > SEGMENT >> 20:
         why = "nvidia-smi does not show how the GPUs are linked, so kb cannot tell whether they use shared memory"
         return unknown(*evidence, why, advice=advice)
+    if free < needed and (why := may_avoid_files()):
+        return unknown(*evidence, why, advice=advice)
     if free < needed:
         return exposed(*evidence, advice=advice)
     enough = f"enough for the rings of one communicator; all-to-all needs {pairs} MiB, and each further group more"
     return unknown(*evidence, enough, advice=advice)
+
+
+def may_avoid_files() -> str:
+    """Why NCCL may need no files for connections; empty if it needs them."""
+    release = nccl_release()
+    if (release and release < CUMEM_HOST) or nccl_setting("NCCL_CUMEM_HOST_ENABLE")[0] == "0":
+        return ""
+    number = {"x86_64": 239, "aarch64": 236}.get(os.uname().machine)  # get_mempolicy, which Docker forbids
+    if number and ctypes.CDLL(None).syscall(number, None, None, 0, None, 0):
+        return ""
+    return "NCCL 2.24 and newer connect processes through pinned memory if the driver and the container allow it"
 
 
 def gpu_distances() -> Optional[List[str]]:
@@ -270,6 +320,15 @@ probe = Probe(
                 "segments of a killed job fill half of /dev/shm",
                 "the next job first removes the segments of the killed job",
             ),
+        ),
+        without_gpus(
+            "held",
+            (partial(connect_beside_holder, ended=False), partial(connect_beside_holder, ended=True)),
+            (
+                "a process of an earlier job holds deleted segments, which no `ls` shows and no `rm` frees",
+                "that process, found by its maps, is ended first",
+            ),
+            programs=("grep",),
         ),
         without_gpus(
             "remount",
