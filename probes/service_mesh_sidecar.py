@@ -43,7 +43,8 @@ READY = b"HTTP/1.0 200 OK\r\nContent-Length: 0\r\n\r\n"
 class Proxy:
     """Accepts connections on its own port, in place of the server on `port_behind`.
 
-    Its `behaviour` is to `hold` a connection, to `close` it, or to forward it after the client's `first-bytes`.
+    Its `behaviour` is to `hold` a connection, to `close` it, to forward it after the client's `first-bytes`, or to
+    forward it `if-listening`, and to close it if rank 0 does not listen yet.
     """
 
     def __init__(self, behaviour: str) -> None:
@@ -59,25 +60,29 @@ class Proxy:
             self.ends.append(client)
             if self.behaviour == "close":
                 client.close()
-            elif self.behaviour == "first-bytes":
+            elif self.behaviour != "hold":
                 threading.Thread(target=self.forward, args=(client,), daemon=True).start()
 
     def forward(self, client: socket.socket) -> None:
-        with suppress(OSError):
-            client.recv(1, socket.MSG_PEEK)
+        try:
+            if self.behaviour == "first-bytes":
+                client.recv(1, socket.MSG_PEEK)
             server = self.connect()
-            self.ends.append(server)
-            threading.Thread(target=pump, args=(server, client), daemon=True).start()
-            pump(client, server)
+        except OSError:
+            client.close()
+            return
+        self.ends.append(server)
+        threading.Thread(target=pump, args=(server, client), daemon=True).start()
+        pump(client, server)
 
     def connect(self) -> socket.socket:
-        """Retries, because the proxy accepts a client even if rank 0 does not listen yet."""
+        """Retries unless it forwards `if-listening`: it accepts a client even if rank 0 does not listen yet."""
         end = time.monotonic() + 20
         while True:
             try:
                 return socket.create_connection((HERE, self.port_behind))
             except OSError:
-                if time.monotonic() > end:
+                if self.behaviour == "if-listening" or time.monotonic() > end:
                     raise
                 time.sleep(0.02)
 
@@ -93,7 +98,15 @@ def pump(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-def start(ctx: Context, *, through: str, host_s: float = 2, client_s: float = 60, speaks_first: str = "client") -> None:
+def start(
+    ctx: Context,
+    *,
+    through: str,
+    host_s: float = 2,
+    client_s: float = 60,
+    speaks_first: str = "client",
+    late_s: float = 0,
+) -> None:
     """Ranks 0 and 1 meet at rank 0's port. With `through`, rank 1 connects to the proxy instead of that port."""
     if ctx.rank < SIDECAR:
         import torch  # noqa: F401  # the import is slow on a busy machine, so it comes before ctx.reached()
@@ -103,6 +116,8 @@ def start(ctx: Context, *, through: str, host_s: float = 2, client_s: float = 60
         proxy.port_behind = read(ctx, "port")
     port = free_port(ctx) if ctx.rank == 0 else read(ctx, "proxy" if through else "port")
     ctx.reached()
+    if ctx.rank == 0:
+        time.sleep(late_s)
     if not proxy and speaks_first == "server":
         greet(ctx, port)
     elif not proxy:
@@ -349,6 +364,17 @@ probe = Probe(
                 "the proxy accepts and closes the connection, as it does if it rejects plaintext or has no route",
                 DIRECT,
             ),
+        ),
+        pair(
+            "late-host",
+            partial(start, through="if-listening", host_s=20, client_s=20, late_s=2),
+            partial(start, through="", host_s=20, client_s=20, late_s=2),
+            (
+                raised(CLOSED),
+                "rank 0 listens two seconds later; until then the proxy closes what it accepted, and torch gives up",
+                "the connection is refused until rank 0 listens, and torch tries again",
+            ),
+            packages={"torch": ">=2.2,<2.5"},
         ),
         pair(
             "other-ports",
