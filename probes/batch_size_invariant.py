@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, Mapping, Optional, Tuple
 
+from kb.cpu_arms import import_deepspeed
 from kb.probe import (
     Arm,
     Context,
@@ -58,6 +59,20 @@ def calculate(ctx: Context, *, given: Triple, ranks: int = RANKS) -> None:
     fault = violation(given, ranks)
     assert not fault, fault
     ctx.note(settled=list(settle(given, ranks)))
+
+
+def configure_ranks(ctx: Context, *, through_deepspeed: bool) -> None:
+    """Runs the real DeepSpeedConfig on two real ranks, whose group torch created; DeepSpeed takes it over, or not."""
+    deepspeed = import_deepspeed()
+    rules = importlib.import_module("deepspeed.runtime.config")
+    ctx.init_process_group(timeout_s=30)
+    if through_deepspeed:
+        deepspeed.init_distributed()
+    ctx.reached()
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}
+    config = rules.DeepSpeedConfig(sizes)
+    assert config.world_size == 2, config.world_size
+    ctx.note(deepspeed=deepspeed.__version__)
 
 
 def settle(given: Triple, world: int) -> Tuple[int, int, int]:
@@ -124,7 +139,7 @@ def check(params: Mapping[str, Any]) -> Finding:
     return clear(
         "%s = %s * %s * %s (train batch = micro batch * accumulation * data-parallel ranks)"
         % (*settle(given, world), world),
-        "kb cannot tell whether DeepSpeed will see %d ranks: see the look-alike with world size 1" % world,
+        "kb cannot tell whether DeepSpeed will see %d ranks: see cause 2" % world,
     )
 
 
@@ -165,6 +180,12 @@ def _merge_config(path: Any, given: Mapping[str, Optional[int]]) -> Any:
         return unknown(
             'all three values are "auto", so the Trainer fills them in from its arguments, and they agree',
             "without the Trainer or accelerate, DeepSpeed fails on the string auto",
+        )
+    if "train_batch_size" in autos and all(value is None for value in given.values()):
+        return unknown(
+            'train_batch_size is "auto": the Trainer computes it, and the other numbers must equal its arguments',
+            "without the Trainer or accelerate, DeepSpeed fails on the string auto",
+            advice="--set micro_batch=N --set grad_accum=N, the numbers of the arguments",
         )
     missing = [name for name in autos if values[name] is None and name != "train_batch_size"]
     if missing:
@@ -294,6 +315,26 @@ multiple_of_ranks = arithmetic(
     ),
 )
 
+torch_group = Experiment(
+    name="torch-group",
+    control=Arm(
+        partial(configure_ranks, through_deepspeed=False),
+        expect=raised(ASSERTION + r"4 \* 8 \* 1$"),
+        because="two ranks have a group, but only torch.distributed created it, and DeepSpeed counts one rank",
+        fidelity="cpu",
+    ),
+    treatment=Arm(
+        partial(configure_ranks, through_deepspeed=True),
+        expect=completed(),
+        because="deepspeed.init_distributed() takes the group over, and DeepSpeed counts two ranks",
+        fidelity="cpu",
+    ),
+    world_size=2,
+    needs=Needs(packages={"torch": ">=2.1", "deepspeed": ">=0.15"}),
+    deadline_s=90,
+    expected_s=(8, 8),
+)
+
 probe = Probe(
     check=check,
     params={
@@ -331,5 +372,5 @@ probe = Probe(
         ),
         arithmetic("arithmetic", (256, MICRO, None), (252, MICRO, None), r"2 \* 18 \* 7", (NOT_A_MULTIPLE, MULTIPLE)),
     ),
-    variants=(two_of_three, batch_and_steps, world_of_one, multiple_of_ranks),
+    variants=(two_of_three, batch_and_steps, world_of_one, torch_group, multiple_of_ranks),
 )
