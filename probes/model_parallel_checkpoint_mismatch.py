@@ -285,6 +285,7 @@ PADDED, DIVISOR, SHARDING = "padded_vocab_size", "make_vocab_size_divisible_by",
 ARGUMENTS = {*LAYOUT, PADDED, DIVISOR, SHARDING, "num_experts", "use_distributed_optimizer"}
 CPU: Any = {"fidelity": "cpu"}
 OPCODES, BYTES = 100_000, 4 << 20
+USUAL_DIVISOR = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
 def stored_arguments(file: Path) -> dict[str, Any]:
@@ -366,7 +367,7 @@ def check_whole(folder: Path, given: Mapping[str, int]) -> Finding:
     lines = ["%s is torch_dist, so its weights load in another layout" % folder, *different, *missing]
     lines.append("the sharding type of its distributed optimizer: %s" % sharding)
     if different and sharding in ("dp_reshardable", "dp_zero_gather_scatter"):
-        advice = "save once with --dist-ckpt-optim-fully-reshardable in the old layout, or start with --no-load-optim"
+        advice = "save once in the old layout as Fix 2 does, or start with --no-load-optim"
         return exposed(*lines, advice=advice)
     if missing or sharding not in ("none", "fully_reshardable", "dp_reshardable"):
         return unknown(*lines, "the optimizer state may not load; Megatron core 0.16 and newer refuse older types")
@@ -385,6 +386,8 @@ def check_files(folder: Path, named: Mapping[str, int], given: Mapping[str, int]
         missing.append("kb does not compare virtual stages and the layers of each stage")
     if divisor <= 0 and type(stored.get(DIVISOR)) is int:
         divisor = int(stored[DIVISOR])
+        if divisor != USUAL_DIVISOR:
+            missing.append("%s: the checkpoint has %d, the job none: run --set divisor=N" % (DIVISOR, divisor))
     if vocab > 0 and divisor > 0 and type(stored.get(PADDED)) is int:
         multiple = divisor * given.get(TP, named[TP])
         rows = -(-vocab // multiple) * multiple
