@@ -218,8 +218,13 @@ def check(params: Mapping[str, Any]) -> Finding:
     evidence = evidence % (nodes, name, told, source)
     if told in ("1", "1:1"):
         advice = "put %s %d before the script" % (name, nodes)
-        return exposed(evidence, "each node forms a group of its own and waits for no other", advice=advice)
+        return exposed(evidence, ALONE_OR_WAITING[names_address(options, is_accelerate)], advice=advice)
     return unknown(evidence, "kb cannot tell what the other nodes are told, nor what the script does with it")
+
+
+def names_address(options: List[str], is_accelerate: bool) -> bool:
+    """Do all nodes meet at one address, so that those that the first does not expect wait there?"""
+    return not is_accelerate and any(value_of(options, name) for name in ("rdzv_endpoint", "master_addr"))
 
 
 def nodes_of_torchrun(options: List[str], command: str) -> str:
@@ -256,6 +261,10 @@ def value_of(options: List[str], name: str) -> str:
     return found
 
 
+ALONE_OR_WAITING = {
+    False: "each node forms a group of its own and waits for no other",
+    True: "the first node trains alone; the others do so too, or wait for it",
+}
 ADVICE = "--set nodes=2 --set command='torchrun --nproc-per-node 8 train.py'; for accelerate also --config FILE"
 NODES = "two machines; two launchers run on this one, with a port each in place of a loopback each"
 ALONE = symptom(r"2 nodes of one process each were meant, node [01] trained as rank 0 of 1, 8 of 8 samples")
