@@ -167,6 +167,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     if found["transformers"] and found["transformers"] < (4, 47, 1):
         message += ", and so does the Trainer"
     advice = "install accelerate 1.9.0 or newer; for the Trainer alone transformers 4.47.1 is enough"
+    if found["transformers"] and found["transformers"] < (4, 40):
+        advice = "upgrade transformers and accelerate together, or install DeepSpeed 0.15.4"
     return exposed(*evidence, message, advice=advice)
 
 
