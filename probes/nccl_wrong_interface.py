@@ -154,6 +154,8 @@ def check(params: Mapping[str, Any]) -> Finding:
     family, _ = nccl_setting("NCCL_SOCKET_FAMILY")
     if family == "AF_INET6":
         return unknown("NCCL_SOCKET_FAMILY=AF_INET6, but this check knows only IPv4 addresses")
+    if not named and nccl_setting("NCCL_COMM_ID")[0]:
+        return unknown("NCCL_COMM_ID is set, and NCCL takes an interface in the network of that address if it has one")
     version = nccl_release()
     try:
         present, linked = interfaces(), interfaces(IFF_RUNNING)
