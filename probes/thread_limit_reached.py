@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +46,7 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "GOTO_NUM_THREADS",
     "MKL_NUM_THREADS",
+    "MKL_DYNAMIC",
     "RAYON_NUM_THREADS",
 )
 
@@ -162,6 +164,8 @@ def script(ctx: Context, *, code: str, shell: str = ":", room: int = 12, **env: 
     """Starts a new interpreter, so that imports read `env`; `shell` is what the job script runs before."""
     if "numpy" in code:
         check_openblas()
+    if "torch" in code:
+        check_mkl()
     inherited = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     argv = ["bash", "-c", shell + '; exec "$@"', "bash", sys.executable, "-c", code]
     run(ctx, partial(os.execvpe, "bash", argv, {**inherited, **env}), room)
@@ -176,6 +180,15 @@ for step in range(40):
     kept.append(ThreadPoolExecutor(1))
     assert kept[-1].submit(abs, -step).result() == step
 """
+CHILDREN_40 = """
+import os
+for step in range(40):
+    if not (pid := os.fork()):
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and still counts
+"""
+REAPED_40 = CHILDREN_40.replace(" | os.WNOWAIT)", ")")
+COMPARE = "import torch; assert torch.equal(torch.ones(1 << 20), torch.ones(1 << 20))"
 START_1 = START_40.replace("append(ThreadPoolExecutor(1))", "append(one)")
 MULTIPLY = "import numpy, os; assert (numpy.ones((300, 300)) @ numpy.ones(300)).sum() == 90000"
 TOKENIZE = """
@@ -192,6 +205,13 @@ def check_openblas() -> None:
         raise Unavailable("this numpy contains no OpenBLAS")
     if len(os.sched_getaffinity(0)) < 2:
         raise Unavailable("OpenBLAS starts no thread on a single core")
+
+
+def check_mkl() -> None:
+    import torch
+
+    if not torch.backends.mkl.is_available():
+        raise Unavailable("this torch is built without MKL")
 
 
 def load(ctx: Context, *, workers: int) -> None:
@@ -363,6 +383,18 @@ probe = Probe(
             ),
             ({"OMP_NUM_THREADS": "1"}, "OpenBLAS reads OMP_NUM_THREADS=1 and starts no thread"),
         ),
+        replace(
+            pair(
+                *("mkl", partial(script, code=COMPARE, room=0, OMP_NUM_THREADS="1"), "torch", NO_OPENMP),
+                (
+                    {"MKL_NUM_THREADS": "8", "MKL_DYNAMIC": "FALSE"},
+                    "torch's pool has the 8 threads of MKL_NUM_THREADS, although OMP_NUM_THREADS is 1; room for none",
+                ),
+                ({}, "MKL_NUM_THREADS is not set, and torch's pool has the one thread of OMP_NUM_THREADS"),
+            ),
+            deadline_s=180,  # a new interpreter imports torch
+            expected_s=(3.0, 3.0),
+        ),
         pair(
             *("workers", load, "torch", symptom(r"BlockingIOError: \[Errno 11\]")),
             ({"workers": 8}, "8 workers, and the threads of each, exceed the limit"),
@@ -372,7 +404,7 @@ probe = Probe(
             *("soft-limit", partial(script, code=START_40), "", NO_THREAD),
             ({"shell": ":"}, "the job starts 40 threads, and the soft limit leaves room for 12"),
             (
-                {"shell": 'ulimit -Su "$(ulimit -Hu)"'},
+                {"shell": "ulimit -Su hard"},
                 "the job script raises the soft limit of threads to the hard limit",
             ),
         ),
@@ -380,6 +412,11 @@ probe = Probe(
             *("executors", inside, "", NO_THREAD),
             ({"code": START_40}, "each step creates an executor, and the job keeps every one"),
             ({"code": START_1}, "all steps share one executor"),
+        ),
+        pair(
+            *("zombies", inside, "", symptom(r"BlockingIOError: \[Errno 11\]")),
+            ({"code": CHILDREN_40}, "40 children have ended, but nobody waited for them; the limit leaves room for 12"),
+            ({"code": REAPED_40}, "the job waits for each child"),
         ),
         pair(
             *("tokenizers", partial(script, code=TOKENIZE, room=6, RAYON_NUM_THREADS="16"), "tokenizers", NO_POOL),
@@ -396,7 +433,7 @@ probe = Probe(
                 "the thread limit allows 40 threads, but the address space does not hold 40 stacks of 8 MiB",
             ),
             (
-                {"shell": 'ulimit -Sv 300000; ulimit -Sv "$(ulimit -Hv)"'},
+                {"shell": "ulimit -Sv 300000; ulimit -Sv hard"},
                 "the job script raises the soft limit of the address space to the hard limit",
             ),
         ),
