@@ -115,7 +115,7 @@ def check(params: Mapping[str, Any]) -> Finding:
         has |= {symbol for symbol, defined in symbols(root / "lib" / name) if defined}
     if not has:
         return unknown(f"kb cannot read the symbols of {root}/lib/libc10.so")
-    files = iter([params["extension"]]) if params["extension"] else extensions(root.parent)
+    files = iter([params["extension"]]) if params["extension"] else extensions(root)
     scan = scan_files(files, root.parent, has, end)
     if scan.lacking:
         return exposed(*scan.lacking[:8], advice="reinstall it for this torch, or delete it if it is in a cache")
@@ -189,10 +189,12 @@ NAMES = re.compile(rb"\0(?:" + OF_TORCH.pattern.encode() + rb")")
 OWN = ("torch", "functorch", "torchgen", "nvidia", "triton")  # torch itself and the packages that it loads
 
 
-def extensions(site: Path) -> Iterator[Path]:
+def extensions(root: Path) -> Iterator[Path]:
     """Yields libraries at the top of site-packages, DeepSpeed's ops, just-in-time builds, then those in packages."""
+    site = root.parent
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    builds = Path(cache, "torch_extensions").glob("py%d%d_*/*/*.so" % sys.version_info[:2])
+    python = "py%d%d%s" % (*sys.version_info[:2], getattr(sys, "abiflags", ""))
+    builds = Path(cache, "torch_extensions").glob("%s_%s/*/*.so" % (python, accelerator(root)))
     if os.environ.get("TORCH_EXTENSIONS_DIR"):
         builds = Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")
     yield from sorted([*site.glob("*.so"), *site.glob("deepspeed/ops/*/*.so"), *builds])
@@ -200,6 +202,19 @@ def extensions(site: Path) -> Iterator[Path]:
         if folder.name not in OWN and folder.suffix not in (".dist-info", ".libs", ".py", ".so"):
             yield from sorted(folder.glob("*.so"))
             yield from sorted(folder.glob("*/*.so"))
+
+
+def accelerator(root: Path) -> str:
+    """The part of the cache's name that this torch reads, such as cu124; a build for another CUDA is not loaded."""
+    try:
+        text = (root / "version.py").read_text(errors="replace")
+    except OSError:
+        return "*"
+    values = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]?([\d.]+|None)", text, re.MULTILINE))
+    if values.get("hip", "None") != "None":
+        return "rocm*"
+    cuda = values.get("cuda", "*")
+    return "cpu" if cuda == "None" else "*" if cuda == "*" else "cu" + cuda.replace(".", "")
 
 
 def tables(path: Path) -> Tuple[bytes, bytes]:
