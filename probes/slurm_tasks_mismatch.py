@@ -223,9 +223,12 @@ def judge_srun(requested: Mapping[str, int], command: str) -> Finding:
         return unknown(evidence, "kb does not know on how many nodes the tasks run: " + command[:80])
     started = "srun starts %d on %d nodes: %s" % (count, nodes, command[:80])
     if launches and count != nodes:
-        advice = "use srun -N $SLURM_NNODES -n $SLURM_NNODES --ntasks-per-node=1"
+        advice = "use srun -N $SLURM_NNODES -n $SLURM_NNODES"
         return exposed(evidence, started, "a launcher must start once per node", advice=advice)
     if launches and "nodes" in requested:
+        if not ({"ntasks", "per_node"} & requested.keys() or "ntasks" in own):
+            advice = "write --ntasks-per-node=1 in the header, or -n on the srun line"
+            return unknown(evidence, "sbatch would take SLURM_NTASKS of the shell that calls it", advice=advice)
         return clear(evidence, started, "options of the sbatch command line would change that")
     if tasks < nodes * requested.get("per_node", 1):
         return exposed(evidence, "--ntasks is less than nodes times --ntasks-per-node", advice="remove --ntasks")
