@@ -6,7 +6,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping
+from typing import Any, BinaryIO, Callable, Dict, List, Mapping, Optional
 
 from kb.packages import version
 from kb.probe import (
@@ -15,6 +15,7 @@ from kb.probe import (
     Expect,
     Experiment,
     Finding,
+    Needs,
     Param,
     Probe,
     Symptom,
@@ -92,6 +93,28 @@ def adapted_layers() -> Any:
     return nn.ModuleList(Layer() for _ in range(2))
 
 
+def train_peft(ctx: Context, *, reentrant: bool) -> None:
+    """Wraps a model with PEFT and then switches checkpointing on, as the Trainer does."""
+    import torch
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found]
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
+
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=2, use_cache=False, **sizes)
+    model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
+    if reentrant:
+        model.gradient_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    ctx.reached()
+    tokens = torch.tensor([[1, 2, 3]])
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    trained = sum(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
+    if trained != 4:
+        raise Symptom(f"no error, and {trained} of 4 adapter matrices got a gradient")
+
+
 def train_ddp(ctx: Context, *, reentrant: bool = True, hook: bool = False, find_unused: bool = False) -> None:
     """Trains three steps with DDP and a trainable head after the checkpointed layers."""
     import torch
@@ -156,12 +179,11 @@ def inspect_adapter(path: Path) -> Finding:
             names = [name for name in header if ".lora_B." in name or name.endswith(".lora_B")]
             for name in names:
                 begin, end = header[name]["data_offsets"]
-                stream.seek(head + begin)
-                data = stream.read(min(end - begin, 4 << 20))
-                if not data:
+                if begin == end:
                     why = "%s is empty in %s: it was saved partitioned, which is a different incident" % (name, file)
                     return unknown(why)
-                if not data.strip(b"\0"):
+                stream.seek(head + begin)
+                if is_zero(stream, end - begin):
                     zero.append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return unknown("kb cannot read %s as safetensors: %s" % (file, error))
@@ -170,13 +192,25 @@ def inspect_adapter(path: Path) -> Finding:
     return judge_adapter(file, names, zero)
 
 
+def is_zero(stream: BinaryIO, size: int) -> bool:
+    """Whether the next `size` bytes are zero; raises OSError if the file is shorter."""
+    while size > 0:
+        data = stream.read(min(size, 4 << 20))
+        if not data:
+            raise OSError("the file ends within a tensor")
+        if data.strip(b"\0"):
+            return False
+        size -= len(data)
+    return True
+
+
 def judge_adapter(file: Path, names: List[str], zero: List[str]) -> Finding:
     """The finding from the names of all lora_B tensors of a file, and of those that are all zero."""
     counted = "%d of %d lora_B tensors are all zero" % (len(zero), len(names))
     in_layers = [name for name in names if re.search(r"\.\d+\.", name)]  # without those of lm_head or a classifier
     if in_layers and not set(in_layers) - set(zero):
         return exposed(
-            "all %d lora_B tensors of the layers are zero in %s" % (len(in_layers), file),
+            "every lora_B tensor of the layers is zero, %d of them, in %s" % (len(in_layers), file),
             advice="no step has changed them (no gradient, learning rate 0), or the save wrote initial values: "
             "count the gradients after one backward, or look at lora_B in the running job",
         )
@@ -213,6 +247,7 @@ def pair(
     fix: str,
     expect: Expect = NO_GRAD,
     ranks: int = 1,
+    packages: Optional[Dict[str, str]] = None,
     **both: bool,
 ) -> Experiment:
     """An experiment whose treatment gets the keywords of `change`, and whose control gets their opposites."""
@@ -222,7 +257,9 @@ def pair(
         control=Arm(partial(job, **broken, **both), expect=expect, because=because, fidelity="cpu"),
         treatment=Arm(partial(job, **change, **both), expect=completed(), because=fix, fidelity="cpu"),
         world_size=ranks,
-        expected_s=(0.2, 0.2),
+        expected_s=(10, 10) if packages else (0.2, 0.2),
+        deadline_s=90 if packages else 20,
+        needs=Needs(packages={"torch": "", **packages}) if packages else Needs(),
     )
 
 
@@ -254,6 +291,14 @@ probe = Probe(
             {"hook": True},
             "the embedding has no hook, so its output does not require grad",
             "a hook makes the embedding's output require grad",
+        ),
+        pair(
+            "peft-order",
+            train_peft,
+            {"reentrant": False},
+            "get_peft_model comes before gradient_checkpointing_enable(), so nothing adds the hook",
+            NON_REENTRANT,
+            packages={"transformers": ">=4.35,<5", "peft": ">=0.6"},
         ),
         pair(
             "inputs-embeds",
