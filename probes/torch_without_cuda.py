@@ -141,6 +141,8 @@ def judge(values: Mapping[str, str], devices: List[str]) -> Finding:
     if devices:
         version = values.get("__version__", "").split("+")[0]
         advice = "install the CUDA build of the same version: torch==%s+cu..." % version
+        if "/dev/nvhost-gpu" in devices:
+            advice = "install NVIDIA's build of torch for the JetPack of this Jetson"
         return exposed(build, "this machine has GPU devices: " + ", ".join(sorted(devices)[:4]), advice=advice)
     advice = "install a CUDA build if you want to use this environment on a machine with GPUs"
     return unknown(build, "this machine has no NVIDIA device file", advice=advice)
