@@ -92,15 +92,45 @@ def measure(ctx: Context, *, gathered: bool) -> None:
         raise Symptom("rank %d measures a norm of %.2f, and it is %.2f; no error" % (ctx.rank, norm.item(), expected))
 
 
-def start_inside(ctx: Context, *, root_first: bool) -> None:
-    """Calls a layer that is its own unit; such a unit gathers by itself, but the first forward makes it the root."""
+def look(ctx: Context, *, gathered: bool) -> None:
+    """Looks at a weight after a step with use_orig_params=False, torch's default: its shape is whole, its memory freed.
+
+    Any operation on it reads freed memory, which ends a rank on CPU with a segmentation fault.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    warnings.simplefilter("ignore")
+    ctx.init_process_group(timeout_s=10)
+    model = FullyShardedDataParallel(build().to(ctx.device), device_id=ctx.device, use_orig_params=False)
+    ctx.reached()
+    model(sample(ctx)).sum().backward()
+    if gathered:
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            shape, size = tuple(model.module.embed.weight.shape), model.module.embed.weight.untyped_storage().size()
+    else:
+        shape, size = tuple(model.module.embed.weight.shape), model.module.embed.weight.untyped_storage().size()
+    if not size:
+        raise Symptom("the weight has shape %s and %d bytes; no error" % (shape, size))
+
+
+def start_inside(ctx: Context, *, root_first: bool, summons: bool = False) -> None:
+    """Calls a layer that is its own unit; such a unit gathers by itself, but the first forward makes it the root.
+
+    With `summons`, summon_full_params gathers that layer instead.
+    """
     import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     model, ids = shard(ctx, layers=True), sample(ctx)
     expected = build()
     ctx.reached()
     if root_first:
         model(ids)
+    if summons:
+        with FullyShardedDataParallel.summon_full_params(model.module.body, writeback=False):
+            assert torch.equal(model.module.body.weight.cpu(), expected.body.weight)
+        assert torch.allclose(model(ids).cpu(), expected(ids.cpu()), atol=1e-5)
+        return
     hidden = torch.ones(2, WIDTH, device=ctx.device)
     assert torch.allclose(model.module.body(hidden).cpu(), expected.body(hidden.cpu()), atol=1e-5)
     assert torch.allclose(model(ids).cpu(), expected(ids.cpu()), atol=1e-5)
@@ -169,6 +199,48 @@ def load_whole(ctx: Context, *, own_engine: bool) -> None:
     with torch.no_grad():
         logits = teacher(sample(ctx)).logits
     assert logits.shape == (2, 5, WORDS)
+
+
+def load_early(ctx: Context, *, early: bool) -> None:
+    """Builds a frozen model with transformers before or after the ZeRO-3 configuration of accelerate exists."""
+    import torch
+
+    start_deepspeed(ctx)
+    for name in ("accelerate.utils", "transformers"):
+        importlib.import_module(name)
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
+    small = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=WORDS, n_positions=16, bos_token_id=0, eos_token_id=0)
+    ctx.reached()
+    encoder = AutoModelForCausalLM.from_config(small) if early else None
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_init_flag=True)
+    plugin.deepspeed_config.update(CONFIG, train_batch_size=2 * ctx.world_size)
+    plugin.set_deepspeed_weakref()
+    if encoder is None:
+        encoder = AutoModelForCausalLM.from_config(small)
+    with torch.no_grad():
+        assert encoder(sample(ctx)).logits.shape == (2, 5, WORDS)
+
+
+def set_late(ctx: Context, *, in_optimizer: bool) -> None:
+    """Sets a weight of a trained engine, and in the optimizer's copy too if `in_optimizer`; then it steps."""
+    import torch
+
+    deepspeed, model, engine = train_engine(ctx)
+    value = torch.full((WORDS, WIDTH), 7.0)
+    ctx.reached()
+    with deepspeed.zero.GatheredParameters(model.embed.weight, modifier_rank=0):
+        model.embed.weight.data.copy_(value)
+    if in_optimizer:
+        deepspeed.utils.safe_set_full_fp32_param(model.embed.weight, value)
+    engine.backward(engine(sample(ctx)).sum())
+    engine.step()
+    with deepspeed.zero.GatheredParameters(model.embed.weight):
+        mean = model.embed.weight.mean().item()
+    if mean < 6:
+        raise Symptom("every number is set to 7, and after one step the mean is %.1f; no error" % mean)
 
 
 def train_engine(ctx: Context) -> Tuple[Any, Any, Any]:
@@ -293,11 +365,29 @@ probe = Probe(
             "each rank computes the norm inside summon_full_params",
         ),
         pair(
+            "freed",
+            (partial(look, gathered=False), partial(look, gathered=True)),
+            symptom(r"the weight has shape \(32, 16\) and 0 bytes; no error"),
+            "use_orig_params=False keeps the shape of a weight whose memory it has freed",
+            "summon_full_params gathers the weight",
+        ),
+        pair(
             "inner-first",
             (partial(start_inside, root_first=False), partial(start_inside, root_first=True)),
             raised(r"Non-root FSDP instance's `_is_root` should not have been"),
             "an inner unit runs a forward before the whole model",
             "the whole model runs the first forward",
+        ),
+        pair(
+            "inner-summon",
+            (
+                partial(start_inside, root_first=False, summons=True),
+                partial(start_inside, root_first=True, summons=True),
+            ),
+            raised(r"Non-root FSDP instance's `_is_root` should not have been"),
+            "summon_full_params gathers an inner unit before the first forward of the whole model",
+            "the whole model runs the first forward",
+            {"torch": ">=2.13"},
         ),
         pair(
             "tied",
@@ -320,6 +410,14 @@ probe = Probe(
             raised(TWO_D),
             "the model is partitioned in spite of zero3_init_context_manager(enable=False) of accelerate",
             "the second model has its own engine",
+            {**ZERO3, "transformers": ">=4.46", "accelerate": ">=1.0"},
+        ),
+        pair(
+            "early",
+            (partial(load_early, early=False), partial(load_early, early=True)),
+            raised(TWO_D),
+            "the model is loaded while a ZeRO-3 configuration exists",
+            "the model is loaded before the configuration exists, and stays whole",
             {**ZERO3, "transformers": ">=4.46", "accelerate": ">=1.0"},
         ),
         pair(
@@ -352,6 +450,14 @@ probe = Probe(
             symptom(r"twice normal_\(mean=7\), and the mean is -?0\.\d; no error"),
             "normal_ writes to the partitioned weight, then to the gathered one without modifier_rank; both are lost",
             "normal_ writes to the weight gathered with modifier_rank=0, and all ranks get rank 0's numbers",
+            ZERO3,
+        ),
+        pair(
+            "set-late",
+            (partial(set_late, in_optimizer=False), partial(set_late, in_optimizer=True)),
+            symptom(r"every number is set to 7, and after one step the mean is -?0\.\d; no error"),
+            "the weight is set after initialize, and the optimizer's own copy is not",
+            "safe_set_full_fp32_param sets the optimizer's copy too",
             ZERO3,
         ),
     ),
