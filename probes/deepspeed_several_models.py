@@ -1,0 +1,273 @@
+"""One Accelerator has one DeepSpeed engine: it refuses two models, or its backward serves the first one alone."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any, Callable, List, Tuple
+
+from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
+
+STEPS, LEARNING_RATE = (
+    2,
+    0.1,
+)  # each step moves each weight by the rate, since the gradient of a sum is its input of ones
+
+
+def plugin(stage: int) -> Any:
+    from accelerate import DeepSpeedPlugin  # type: ignore[import-not-found]
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    return DeepSpeedPlugin(hf_ds_config=settings)
+
+
+def accelerator(ctx: Context, stage: int) -> Any:
+    """The first Accelerator of the process, with DeepSpeed on the CPU."""
+    from kb.cpu_arms import import_deepspeed
+
+    import_deepspeed()
+    ctx.init_process_group(timeout_s=20)
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    gloo = InitProcessGroupKwargs(backend="gloo")
+    return Accelerator(deepspeed_plugin=plugin(stage), kwargs_handlers=[gloo])
+
+
+def model_and_optimizer() -> Tuple[Any, Any]:
+    import torch
+
+    model = torch.nn.Linear(4, 1, bias=False)
+    return model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+
+def weights(model: Any) -> List[Any]:
+    """Copies of the weights of a model, whole ones under ZeRO-3 too."""
+    import deepspeed  # type: ignore[import-not-found]
+
+    parameters = list(model.parameters())
+    partitioned = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
+    with deepspeed.zero.GatheredParameters(partitioned):
+        return [parameter.detach().clone() for parameter in parameters]
+
+
+def compare(before: List[List[Any]], models: List[Any], steps: int = STEPS) -> None:
+    """Raises `Symptom` unless each weight of each model moved as it does without DeepSpeed."""
+    expected = -steps * LEARNING_RATE
+    moved = [
+        {round(value, 4) for old, new in zip(first, weights(model)) for value in (new - old).flatten().tolist()}
+        for first, model in zip(before, models)
+    ]
+    if any(values != {expected} for values in moved):
+        text = ", ".join("/".join("%.1f" % value for value in sorted(values)) for values in moved)
+        raise Symptom("the weights of the models moved by %s instead of %.1f" % (text, expected))
+
+
+def train_separately(ctx: Context, *, how: str, stage: int = 2) -> None:
+    """Two models with two losses, such as a GAN."""
+    import torch
+
+    one = accelerator(ctx, stage)
+    from accelerate import Accelerator
+
+    (first, first_optimizer), (second, second_optimizer) = model_and_optimizer(), model_and_optimizer()
+    ctx.reached()
+    if how == "together":
+        one.prepare(first, first_optimizer, second, second_optimizer)
+    first, first_optimizer = one.prepare(first, first_optimizer)
+    if how == "second plugin":
+        Accelerator(deepspeed_plugin=plugin(stage))
+    other = Accelerator() if how == "second Accelerator" else one
+    second, second_optimizer = other.prepare(second, second_optimizer)
+    before = [weights(first), weights(second)]
+    for _ in range(STEPS):
+        for owner, model, optimizer in ((one, first, first_optimizer), (other, second, second_optimizer)):
+            loss = model(torch.ones(1, 4)).sum()
+            if how == "engine":
+                model.backward(loss)
+                model.step()
+            else:
+                owner.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    compare(before, [first, second])
+
+
+def train_gan(ctx: Context, *, stage: int, freeze: bool, through_module: bool) -> None:
+    """One step of a generator, whose loss passes through the discriminator, and one of the discriminator."""
+    import torch
+
+    one = accelerator(ctx, stage)
+    from accelerate import Accelerator
+
+    generator, discriminator = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
+    for model in (generator, discriminator):
+        torch.nn.init.eye_(model.weight)
+    ctx.reached()
+    other = Accelerator()
+    generator, generator_optimizer = one.prepare(generator, torch.optim.SGD(generator.parameters(), lr=LEARNING_RATE))
+    discriminator, discriminator_optimizer = other.prepare(
+        discriminator, torch.optim.SGD(discriminator.parameters(), lr=LEARNING_RATE)
+    )
+    before, noise = [weights(generator), weights(discriminator)], torch.ones(1, 4)
+    if freeze:
+        discriminator.requires_grad_(False)
+    judge = discriminator.module if through_module else discriminator
+    one.backward(judge(generator(noise)).sum())
+    generator_optimizer.step()
+    generator_optimizer.zero_grad()
+    if freeze:
+        discriminator.requires_grad_(True)
+    other.backward(discriminator(noise).sum())
+    discriminator_optimizer.step()
+    discriminator_optimizer.zero_grad()
+    compare(before, [generator, discriminator], steps=1)
+
+
+def train_jointly(ctx: Context, *, as_one: bool) -> None:
+    """Two models with one loss and one optimizer."""
+    import torch
+
+    one = accelerator(ctx, 2)
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(2))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE)
+    ctx.reached()
+    if as_one:
+        models, optimizer = one.prepare(layers, optimizer)
+        layers = models.module
+    else:
+        *layers, optimizer = one.prepare(*layers, optimizer)
+    before = [weights(layer) for layer in layers]
+    for _ in range(STEPS):
+        one.backward(sum(layer(torch.ones(1, 4)).sum() for layer in layers))
+        optimizer.step()
+        optimizer.zero_grad()
+    compare(before, list(layers))
+
+
+def distil(ctx: Context, *, how: str) -> None:
+    """A student that is trained, and a teacher that is not."""
+    import torch
+
+    one = accelerator(ctx, 2)
+    (student, optimizer), (teacher, _) = model_and_optimizer(), model_and_optimizer()
+    ctx.reached()
+    if how == "together":
+        student, optimizer, teacher = one.prepare(student, optimizer, teacher)
+    student, optimizer = one.prepare(student, optimizer)
+    teacher = teacher.to(one.device).eval().requires_grad_(False)
+    before = [weights(student)]
+    for _ in range(STEPS):
+        batch = torch.ones(1, 4)
+        one.backward((student(batch) - teacher(batch)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    compare(before, [student])
+
+
+REFUSED = raised(
+    r"AssertionError: You can't use same `Accelerator\(\)` instance with multiple models when using DeepSpeed"
+)
+SECOND_PLUGIN = raised(
+    r"NotImplementedError: You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`"
+)
+OTHER_ENGINE = raised(r"IndexError: list index out of range|has no attribute 'ipg_index'")
+TWICE = symptom(r"the weights of the models moved by -0\.4, 0\.0 instead of -0\.2")
+TOGETHER = "one call of prepare() gets two models"
+TIED = "both models are prepared by one Accelerator, whose backward() serves the engine of the first"
+FROZEN = "the generator's loss passes through the frozen module of the discriminator, not through its engine"
+APART = "the second model has its own Accelerator(), created without a plugin"
+
+
+def pair(
+    name: str,
+    fails: Callable[[Context], None],
+    works: Callable[[Context], None],
+    because: str,
+    fix: str,
+    expect: Expect = REFUSED,
+    deepspeed: str = ">=0.9.3",
+) -> Experiment:
+    return Experiment(
+        name=name,
+        control=Arm(fails, expect, because, "cpu"),
+        treatment=Arm(works, completed(), fix, "cpu"),
+        world_size=1,
+        needs=Needs(packages={"torch": ">=2.2", "accelerate": ">=1.0", "deepspeed": deepspeed}),
+        deadline_s=120,
+        expected_s=(5.0, 5.0),
+    )
+
+
+together, in_turn, apart, by_engine = (
+    partial(train_separately, how=how) for how in ("together", "in turn", "second Accelerator", "engine")
+)
+probe = Probe(
+    experiments=(pair("apart", together, apart, TOGETHER, APART),),
+    variants=(
+        pair(
+            "as-one",
+            partial(train_jointly, as_one=False),
+            partial(train_jointly, as_one=True),
+            TOGETHER,
+            "one module holds both models, and one optimizer has the weights of both",
+        ),
+        pair(
+            "frozen",
+            partial(distil, how="together"),
+            partial(distil, how="moved"),
+            "one call of prepare() gets the student and its teacher",
+            "the teacher is moved to the device and not prepared",
+        ),
+        pair("one-engine", in_turn, apart, TIED, APART, OTHER_ENGINE),
+        pair(
+            "one-engine-zero3",
+            partial(in_turn, stage=3),
+            partial(apart, stage=3),
+            TIED,
+            APART,
+            TWICE,
+            ">=0.19",
+        ),
+        pair(
+            "engine",
+            in_turn,
+            by_engine,
+            TIED,
+            "the loop calls backward() and step() of each engine",
+            OTHER_ENGINE,
+        ),
+        pair(
+            "gan-zero3",
+            partial(train_gan, stage=3, freeze=False, through_module=False),
+            partial(train_gan, stage=3, freeze=True, through_module=True),
+            "the engine of the discriminator keeps the gradient of the generator's loss and adds it to its own",
+            FROZEN,
+            symptom(r"the weights of the models moved by -0\.1, -0\.2 instead of -0\.1"),
+            ">=0.19",
+        ),
+        pair(
+            "gan-zero2",
+            partial(train_gan, stage=2, freeze=True, through_module=False),
+            partial(train_gan, stage=2, freeze=True, through_module=True),
+            "the generator's loss passes through the engine of the frozen discriminator",
+            FROZEN,
+            OTHER_ENGINE,
+            ">=0.19",
+        ),
+        pair(
+            "second-plugin",
+            partial(train_separately, how="second plugin"),
+            apart,
+            "the second Accelerator gets a plugin of its own",
+            APART,
+            SECOND_PLUGIN,
+        ),
+    ),
+)
