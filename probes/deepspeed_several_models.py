@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from kb.probe import Arm, Context, Expect, Experiment, Needs, Probe, Symptom, completed, raised, symptom
 
-STEPS, LEARNING_RATE = (
-    2,
-    0.1,
-)  # each step moves each weight by the rate, since the gradient of a sum is its input of ones
+# Each step moves each weight by the rate, since the gradient of a sum is its input of ones.
+STEPS, LEARNING_RATE = 2, 0.1
 
 
-def plugin(stage: int) -> Any:
+def plugin(stage: int, micro_batches: int = 1) -> Any:
     from accelerate import DeepSpeedPlugin  # type: ignore[import-not-found]
 
     settings = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -27,8 +25,8 @@ def plugin(stage: int) -> Any:
     return DeepSpeedPlugin(hf_ds_config=settings)
 
 
-def accelerator(ctx: Context, stage: int) -> Any:
-    """The first Accelerator of the process, with DeepSpeed on the CPU."""
+def accelerator(ctx: Context, stage: int, micro_batches: int = 1, second_stage: Optional[int] = None) -> Any:
+    """The first Accelerator of the process, with DeepSpeed on the CPU, and with two plugins if there are two stages."""
     from kb.cpu_arms import import_deepspeed
 
     import_deepspeed()
@@ -37,7 +35,10 @@ def accelerator(ctx: Context, stage: int) -> Any:
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     gloo = InitProcessGroupKwargs(backend="gloo")
-    return Accelerator(deepspeed_plugin=plugin(stage), kwargs_handlers=[gloo])
+    plugins = plugin(stage, micro_batches)
+    if second_stage is not None:
+        plugins = {"first": plugins, "second": plugin(second_stage)}
+    return Accelerator(deepspeed_plugin=plugins, gradient_accumulation_steps=micro_batches, kwargs_handlers=[gloo])
 
 
 def model_and_optimizer() -> Tuple[Any, Any]:
@@ -130,25 +131,80 @@ def train_gan(ctx: Context, *, stage: int, freeze: bool, through_module: bool) -
     compare(before, [generator, discriminator], steps=1)
 
 
-def train_jointly(ctx: Context, *, as_one: bool) -> None:
+def train_jointly(
+    ctx: Context, *, as_one: bool, through_engine: bool = True, stage: int = 2, micro_batches: int = 1
+) -> None:
     """Two models with one loss and one optimizer."""
     import torch
 
-    one = accelerator(ctx, 2)
-    layers = torch.nn.ModuleList(torch.nn.Linear(4, 1, bias=False) for _ in range(2))
-    optimizer = torch.optim.SGD(layers.parameters(), lr=LEARNING_RATE)
+    class Both(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (torch.nn.Linear(4, 1, bias=False) for _ in range(2))
+
+        def forward(self, batch: Any) -> Any:
+            return (self.first(batch) + self.second(batch)).sum()
+
+    one = accelerator(ctx, stage, micro_batches)
+    both = Both()
+    layers = [both.first, both.second]
+    optimizer = torch.optim.SGD(both.parameters(), lr=LEARNING_RATE)
     ctx.reached()
     if as_one:
-        models, optimizer = one.prepare(layers, optimizer)
-        layers = models.module
+        both, optimizer = one.prepare(both, optimizer)
     else:
-        *layers, optimizer = one.prepare(*layers, optimizer)
+        one.prepare(*layers, optimizer)
     before = [weights(layer) for layer in layers]
+    model = both if through_engine else both.module
+    for _ in range(STEPS * micro_batches):
+        with one.accumulate(both):
+            one.backward(model(torch.ones(1, 4)))
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(before, layers)
+
+
+def train_in_sequence(ctx: Context, *, free: bool) -> None:
+    """Two runs in one process, each with a new model."""
+    import torch
+
+    one = accelerator(ctx, 2)
+    ctx.reached()
+    for _ in range(2):
+        model, optimizer = one.prepare(*model_and_optimizer())
+        before = [weights(model)]
+        for _ in range(STEPS):
+            one.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        compare(before, [model])
+        if free:
+            model, optimizer = one.free_memory(model, optimizer)
+
+
+def train_with_two_plugins(ctx: Context, *, documented: bool) -> None:
+    """Two models with two losses, the first in ZeRO-2 and the second in ZeRO-3."""
+    import torch
+
+    one = accelerator(ctx, 2, second_stage=3)
+    from accelerate import Accelerator
+
+    ctx.reached()
+    other = Accelerator()
+    first, first_optimizer = one.prepare(*model_and_optimizer())
+    if documented:
+        other.state.enable_deepspeed_plugin("second")
+    other.state.select_deepspeed_plugin("second")
+    second, second_optimizer = other.prepare(*model_and_optimizer())
+    stages = [model.zero_optimization_stage() for model in (first, second)]
+    assert stages == [2, 3], stages
+    before = [weights(first), weights(second)]
     for _ in range(STEPS):
-        one.backward(sum(layer(torch.ones(1, 4)).sum() for layer in layers))
-        optimizer.step()
-        optimizer.zero_grad()
-    compare(before, list(layers))
+        for owner, model, optimizer in ((one, first, first_optimizer), (other, second, second_optimizer)):
+            owner.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    compare(before, [first, second])
 
 
 def distil(ctx: Context, *, how: str) -> None:
@@ -180,6 +236,8 @@ SECOND_PLUGIN = raised(
 OTHER_ENGINE = raised(r"IndexError: list index out of range|has no attribute 'ipg_index'")
 TWICE = symptom(r"the weights of the models moved by -0\.4, 0\.0 instead of -0\.2")
 TOGETHER = "one call of prepare() gets two models"
+HALF = symptom(r"the weights of the models moved by -0\.1, -0\.1 instead of -0\.2")
+NOT_RELEASED = raised(r"AttributeError: 'AcceleratorState' object has no attribute 'enable_deepspeed_plugin'")
 TIED = "both models are prepared by one Accelerator, whose backward() serves the engine of the first"
 FROZEN = "the generator's loss passes through the frozen module of the discriminator, not through its engine"
 APART = "the second model has its own Accelerator(), created without a plugin"
@@ -217,6 +275,31 @@ probe = Probe(
             partial(train_jointly, as_one=True),
             TOGETHER,
             "one module holds both models, and one optimizer has the weights of both",
+        ),
+        pair(
+            "as-one-engine",
+            partial(train_jointly, as_one=True, through_engine=False, stage=3, micro_batches=2),
+            partial(train_jointly, as_one=True, stage=3, micro_batches=2),
+            "the module is called without its engine, whose forward counts the micro-batches of ZeRO-3",
+            "the engine is called, which calls the module",
+            HALF,
+            ">=0.19",
+        ),
+        pair(
+            "in-sequence",
+            partial(train_in_sequence, free=False),
+            partial(train_in_sequence, free=True),
+            "the second run prepares its model while the Accelerator has the engine of the first run",
+            "free_memory() after the first run destroys its engine",
+            OTHER_ENGINE,
+        ),
+        pair(
+            "two-plugins",
+            partial(train_with_two_plugins, documented=True),
+            partial(train_with_two_plugins, documented=False),
+            "the plugin is chosen with the method that the documentation names",
+            "the plugin is chosen with select_deepspeed_plugin()",
+            NOT_RELEASED,
         ),
         pair(
             "frozen",
