@@ -84,7 +84,9 @@ def train_separately(ctx: Context, *, how: str, stage: int = 2) -> None:
     first, first_optimizer = one.prepare(first, first_optimizer)
     if how == "second plugin":
         Accelerator(deepspeed_plugin=plugin(stage))
-    other = Accelerator() if how == "second Accelerator" else one
+    other = one
+    if how == "second Accelerator":
+        other = Accelerator()
     second, second_optimizer = other.prepare(second, second_optimizer)
     before = [weights(first), weights(second)]
     for _ in range(STEPS):
@@ -117,9 +119,11 @@ def train_gan(ctx: Context, *, stage: int, freeze: bool, through_module: bool) -
         discriminator, torch.optim.SGD(discriminator.parameters(), lr=LEARNING_RATE)
     )
     before, noise = [weights(generator), weights(discriminator)], torch.ones(1, 4)
+    judge = discriminator
     if freeze:
         discriminator.requires_grad_(False)
-    judge = discriminator.module if through_module else discriminator
+    if through_module:
+        judge = discriminator.module
     one.backward(judge(generator(noise)).sum())
     generator_optimizer.step()
     generator_optimizer.zero_grad()
