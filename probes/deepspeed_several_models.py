@@ -25,7 +25,7 @@ def plugin(stage: int, micro_batches: int = 1) -> Any:
     return DeepSpeedPlugin(hf_ds_config=settings)
 
 
-def accelerator(ctx: Context, stage: int, micro_batches: int = 1, second_stage: Optional[int] = None) -> Any:
+def first_accelerator(ctx: Context, stage: int, micro_batches: int = 1, second_stage: Optional[int] = None) -> Any:
     """The first Accelerator of the process, with DeepSpeed on the CPU, and with two plugins if there are two stages."""
     from kb.cpu_arms import import_deepspeed
 
@@ -70,35 +70,43 @@ def compare(before: List[List[Any]], models: List[Any], steps: int = STEPS) -> N
         raise Symptom("the weights of the models moved by %s instead of %.1f" % (text, expected))
 
 
+def update(owner: Any, optimizer: Any, loss: Any) -> None:
+    """One step with the backward of the `owner`, an Accelerator."""
+    owner.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train_separately(ctx: Context, *, how: str, stage: int = 2) -> None:
     """Two models with two losses, such as a GAN."""
     import torch
 
-    one = accelerator(ctx, stage)
+    accelerator = first_accelerator(ctx, stage)
     from accelerate import Accelerator
 
     (first, first_optimizer), (second, second_optimizer) = model_and_optimizer(), model_and_optimizer()
     ctx.reached()
     if how == "together":
-        one.prepare(first, first_optimizer, second, second_optimizer)
-    first, first_optimizer = one.prepare(first, first_optimizer)
+        accelerator.prepare(first, first_optimizer, second, second_optimizer)
+    first, first_optimizer = accelerator.prepare(first, first_optimizer)
     if how == "second plugin":
         Accelerator(deepspeed_plugin=plugin(stage))
-    other = one
+    second_accelerator = accelerator
     if how == "second Accelerator":
-        other = Accelerator()
-    second, second_optimizer = other.prepare(second, second_optimizer)
+        second_accelerator = Accelerator()
+    second, second_optimizer = second_accelerator.prepare(second, second_optimizer)
     before = [weights(first), weights(second)]
     for _ in range(STEPS):
-        for owner, model, optimizer in ((one, first, first_optimizer), (other, second, second_optimizer)):
+        for owner, model, optimizer in (
+            (accelerator, first, first_optimizer),
+            (second_accelerator, second, second_optimizer),
+        ):
             loss = model(torch.ones(1, 4)).sum()
             if how == "engine":
                 model.backward(loss)
                 model.step()
             else:
-                owner.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(owner, optimizer, loss)
     compare(before, [first, second])
 
 
@@ -106,32 +114,31 @@ def train_gan(ctx: Context, *, stage: int, freeze: bool, through_module: bool) -
     """One step of a generator, whose loss passes through the discriminator, and one of the discriminator."""
     import torch
 
-    one = accelerator(ctx, stage)
+    accelerator = first_accelerator(ctx, stage)
     from accelerate import Accelerator
 
     generator, discriminator = (torch.nn.Linear(4, 4, bias=False) for _ in range(2))
     for model in (generator, discriminator):
         torch.nn.init.eye_(model.weight)
     ctx.reached()
-    other = Accelerator()
-    generator, generator_optimizer = one.prepare(generator, torch.optim.SGD(generator.parameters(), lr=LEARNING_RATE))
-    discriminator, discriminator_optimizer = other.prepare(
+    second_accelerator = Accelerator()
+    generator, generator_optimizer = accelerator.prepare(
+        generator, torch.optim.SGD(generator.parameters(), lr=LEARNING_RATE)
+    )
+    discriminator, discriminator_optimizer = second_accelerator.prepare(
         discriminator, torch.optim.SGD(discriminator.parameters(), lr=LEARNING_RATE)
     )
     before, noise = [weights(generator), weights(discriminator)], torch.ones(1, 4)
-    judge = discriminator
+    module = discriminator
     if freeze:
         discriminator.requires_grad_(False)
     if through_module:
-        judge = discriminator.module
-    one.backward(judge(generator(noise)).sum())
-    generator_optimizer.step()
-    generator_optimizer.zero_grad()
+        module = discriminator.module
+    loss = module(generator(noise)).sum()
+    update(accelerator, generator_optimizer, loss)
     if freeze:
         discriminator.requires_grad_(True)
-    other.backward(discriminator(noise).sum())
-    discriminator_optimizer.step()
-    discriminator_optimizer.zero_grad()
+    update(second_accelerator, discriminator_optimizer, discriminator(noise).sum())
     compare(before, [generator, discriminator], steps=1)
 
 
@@ -149,22 +156,20 @@ def train_jointly(
         def forward(self, batch: Any) -> Any:
             return (self.first(batch) + self.second(batch)).sum()
 
-    one = accelerator(ctx, stage, micro_batches)
+    accelerator = first_accelerator(ctx, stage, micro_batches)
     both = Both()
     layers = [both.first, both.second]
     optimizer = torch.optim.SGD(both.parameters(), lr=LEARNING_RATE)
     ctx.reached()
     if as_one:
-        both, optimizer = one.prepare(both, optimizer)
+        both, optimizer = accelerator.prepare(both, optimizer)
     else:
-        one.prepare(*layers, optimizer)
+        accelerator.prepare(*layers, optimizer)
     before = [weights(layer) for layer in layers]
     model = both if through_engine else both.module
     for _ in range(STEPS * micro_batches):
-        with one.accumulate(both):
-            one.backward(model(torch.ones(1, 4)))
-            optimizer.step()
-            optimizer.zero_grad()
+        with accelerator.accumulate(both):
+            update(accelerator, optimizer, model(torch.ones(1, 4)))
     compare(before, layers)
 
 
@@ -172,62 +177,59 @@ def train_in_sequence(ctx: Context, *, free: bool) -> None:
     """Two runs in one process, each with a new model."""
     import torch
 
-    one = accelerator(ctx, 2)
+    accelerator = first_accelerator(ctx, 2)
     ctx.reached()
     for _ in range(2):
-        model, optimizer = one.prepare(*model_and_optimizer())
+        model, optimizer = accelerator.prepare(*model_and_optimizer())
         before = [weights(model)]
         for _ in range(STEPS):
-            one.backward(model(torch.ones(1, 4)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+            update(accelerator, optimizer, model(torch.ones(1, 4)).sum())
         compare(before, [model])
         if free:
-            model, optimizer = one.free_memory(model, optimizer)
+            model, optimizer = accelerator.free_memory(model, optimizer)
 
 
 def train_with_two_plugins(ctx: Context, *, documented: bool) -> None:
     """Two models with two losses, the first in ZeRO-2 and the second in ZeRO-3."""
     import torch
 
-    one = accelerator(ctx, 2, second_stage=3)
+    accelerator = first_accelerator(ctx, 2, second_stage=3)
     from accelerate import Accelerator
 
     ctx.reached()
-    other = Accelerator()
-    first, first_optimizer = one.prepare(*model_and_optimizer())
+    second_accelerator = Accelerator()
+    first, first_optimizer = accelerator.prepare(*model_and_optimizer())
     if documented:
-        other.state.enable_deepspeed_plugin("second")
-    other.state.select_deepspeed_plugin("second")
-    second, second_optimizer = other.prepare(*model_and_optimizer())
+        second_accelerator.state.enable_deepspeed_plugin("second")
+    second_accelerator.state.select_deepspeed_plugin("second")
+    second, second_optimizer = second_accelerator.prepare(*model_and_optimizer())
     stages = [model.zero_optimization_stage() for model in (first, second)]
     assert stages == [2, 3], stages
     before = [weights(first), weights(second)]
     for _ in range(STEPS):
-        for owner, model, optimizer in ((one, first, first_optimizer), (other, second, second_optimizer)):
-            owner.backward(model(torch.ones(1, 4)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
+        for owner, model, optimizer in (
+            (accelerator, first, first_optimizer),
+            (second_accelerator, second, second_optimizer),
+        ):
+            update(owner, optimizer, model(torch.ones(1, 4)).sum())
     compare(before, [first, second])
 
 
-def distil(ctx: Context, *, how: str) -> None:
+def distil(ctx: Context, *, together: bool) -> None:
     """A student that is trained, and a teacher that is not."""
     import torch
 
-    one = accelerator(ctx, 2)
+    accelerator = first_accelerator(ctx, 2)
     (student, optimizer), (teacher, _) = model_and_optimizer(), model_and_optimizer()
     ctx.reached()
-    if how == "together":
-        student, optimizer, teacher = one.prepare(student, optimizer, teacher)
-    student, optimizer = one.prepare(student, optimizer)
-    teacher = teacher.to(one.device).eval().requires_grad_(False)
+    if together:
+        student, optimizer, teacher = accelerator.prepare(student, optimizer, teacher)
+    student, optimizer = accelerator.prepare(student, optimizer)
+    teacher = teacher.to(accelerator.device).eval().requires_grad_(False)
     before = [weights(student)]
     for _ in range(STEPS):
         batch = torch.ones(1, 4)
-        one.backward((student(batch) - teacher(batch)).sum())
-        optimizer.step()
-        optimizer.zero_grad()
+        update(accelerator, optimizer, (student(batch) - teacher(batch)).sum())
     compare(before, [student])
 
 
@@ -239,9 +241,9 @@ SECOND_PLUGIN = raised(
 )
 OTHER_ENGINE = raised(r"IndexError: list index out of range|has no attribute 'ipg_index'")
 TWICE = symptom(r"the weights of the models moved by -0\.4, 0\.0 instead of -0\.2")
-TOGETHER = "one call of prepare() gets two models"
 HALF = symptom(r"the weights of the models moved by -0\.1, -0\.1 instead of -0\.2")
-NOT_RELEASED = raised(r"AttributeError: 'AcceleratorState' object has no attribute 'enable_deepspeed_plugin'")
+NO_SUCH_METHOD = raised(r"AttributeError: 'AcceleratorState' object has no attribute 'enable_deepspeed_plugin'")
+TOGETHER = "one call of prepare() gets two models"
 TIED = "both models are prepared by one Accelerator, whose backward() serves the engine of the first"
 FROZEN = "the generator's loss passes through the frozen module of the discriminator, not through its engine"
 APART = "the second model has its own Accelerator(), created without a plugin"
@@ -303,12 +305,12 @@ probe = Probe(
             partial(train_with_two_plugins, documented=False),
             "the plugin is chosen with the method that the documentation names",
             "the plugin is chosen with select_deepspeed_plugin()",
-            NOT_RELEASED,
+            NO_SUCH_METHOD,
         ),
         pair(
             "frozen",
-            partial(distil, how="together"),
-            partial(distil, how="moved"),
+            partial(distil, together=True),
+            partial(distil, together=False),
             "one call of prepare() gets the student and its teacher",
             "the teacher is moved to the device and not prepared",
         ),
