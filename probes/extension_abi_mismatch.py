@@ -213,8 +213,9 @@ def accelerator(root: Path) -> str:
     values = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]?([\d.]+|None)", text, re.MULTILINE))
     if values.get("hip", "None") != "None":
         return "rocm*"
-    cuda = values.get("cuda", "*")
-    return "cpu" if cuda == "None" else "*" if cuda == "*" else "cu" + cuda.replace(".", "")
+    if "cuda" not in values:
+        return "*"
+    return "cpu" if values["cuda"] == "None" else "cu" + values["cuda"].replace(".", "")
 
 
 def tables(path: Path) -> Tuple[bytes, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Callable, Mapping, Tuple
@@ -104,11 +105,10 @@ def look(ctx: Context, *, gathered: bool) -> None:
     model = FullyShardedDataParallel(build().to(ctx.device), device_id=ctx.device, use_orig_params=False)
     ctx.reached()
     model(sample(ctx)).sum().backward()
-    if gathered:
-        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-            shape, size = tuple(model.module.embed.weight.shape), model.module.embed.weight.untyped_storage().size()
-    else:
-        shape, size = tuple(model.module.embed.weight.shape), model.module.embed.weight.untyped_storage().size()
+    summoned = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    with summoned if gathered else nullcontext():
+        weight = model.module.embed.weight
+        shape, size = tuple(weight.shape), weight.untyped_storage().size()
     if not size:
         raise Symptom("the weight has shape %s and %d bytes; no error" % (shape, size))
 
